@@ -1,0 +1,1 @@
+"""The loop: pumps, finalizer group, replay buffer, samplers, configuration, command line."""

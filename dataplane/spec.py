@@ -1,0 +1,37 @@
+"""How a process reaches the run's data plane: plain data that travels in a worker's spec (JSON), never a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from msgspec import Struct
+
+from dataplane.plane import DataPlane
+
+
+class ServerAddress(Struct, frozen=True, forbid_unknown_fields=True):
+    """One TransferQueue server: its role and id, and the ZMQ ports by name."""
+
+    role: Literal["controller", "storage"]
+    id: str
+    ip: str
+    ports: Mapping[str, int]
+
+
+class PlaneSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Addresses of a running TransferQueue (one controller, its storage units), and the default deadline in seconds."""
+
+    controller: ServerAddress
+    storage: tuple[ServerAddress, ...]
+    timeout_s: float = 30.0
+
+
+async def connect(spec: PlaneSpec) -> DataPlane:
+    """Attach to the data plane that `spec` names. Imports torch and TransferQueue on first use, in a thread.
+
+    Raises DataPlaneDown when the servers do not answer the handshake.
+    """
+    from dataplane.transferqueue import TransferQueuePlane
+
+    return await TransferQueuePlane.connect(spec)

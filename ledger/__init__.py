@@ -1,0 +1,1 @@
+"""Custody without tokens: events, lineage, receipts, verification, and the gate."""

@@ -1,0 +1,27 @@
+"""Identities: what a rollout, call and staging key may look like."""
+
+from __future__ import annotations
+
+import re
+
+ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_rollout_id(rollout_id: str) -> str:
+    """Return `rollout_id` if it is legal; raise ValueError otherwise."""
+    if ROLLOUT_ID.fullmatch(rollout_id) is None:
+        raise ValueError(
+            f"rollout id {rollout_id!r} is not allowed: 1 to 128 of letters, digits, '.', '_', '-', "
+            "the first a letter or digit"
+        )
+    return rollout_id
+
+
+def call_id(rollout_id: str, seq: int) -> str:
+    """The id of a rollout's `seq`-th call (0-based)."""
+    return f"{rollout_id}/{seq}"
+
+
+def staging_key(call_id: str, digest: str) -> str:
+    """The data-plane key of a call's tokens. The digest's first 8 hex digits keep two generations of one call apart."""
+    return f"{call_id}-{digest[:8]}"

@@ -1,0 +1,67 @@
+"""The generation worker's RPC methods and its start-up spec."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from dataplane.spec import PlaneSpec
+from ledger.records import CallReply, CallRequest
+from workers.generation.engine import EngineStats
+from workers.rpc.method import Empty, Method
+
+
+class EngineSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the torch engine. `max_batch`: requests that decode together; `max_model_len`: tokens per request."""
+
+    kind: str = "torch"
+    max_batch: int = 128
+    max_model_len: int | None = None
+    """None takes the model's own limit."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    """Torch intra-op threads."""
+
+
+class GenerationSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a generation worker process is told at start."""
+
+    name: str
+    model_path: str
+    engine: EngineSpec
+    plane: PlaneSpec
+    seed: int = 0
+
+
+class LoadWeights(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    path: str
+    version: int
+
+
+class WeightsLoaded(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    version: int
+    """The version now served."""
+    seconds: float
+
+
+class WorkerInfo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a generation worker is, asked once at start."""
+
+    max_model_len: int
+    vocab_size: int
+    weight_version: int
+    engine: str
+
+
+class Abort(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    call_id: str
+
+
+GENERATE = Method("generate", CallRequest, CallReply, timeout_s=600.0)
+"""Render, generate, parse, stage. Failure kinds: prompt_too_long (data), bad_request (data), prefix_lost (capture),
+prefix_mismatch (capture), render_mismatch (capture), staging_failed (infra)."""
+ABORT = Method("abort", Abort, Empty, timeout_s=10.0)
+LOAD_WEIGHTS = Method("load_weights", LoadWeights, WeightsLoaded, timeout_s=300.0)
+"""Failure kind: bad_weights (infra), in which case the old version is still served."""
+INFO = Method("info", Empty, WorkerInfo, timeout_s=30.0)
+STATS = Method("stats", Empty, EngineStats, timeout_s=10.0)

@@ -1,0 +1,163 @@
+"""The training worker's RPC methods (the split step API) and its start-up spec.
+
+One step: `begin_step`, then `train_microbatch` for each microbatch (gradients add up), then `finish_step` (clip, optimizer
+step). Rows are read from the data plane by key; the controller sends metadata only.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from dataplane.spec import PlaneSpec
+from workers.rpc.method import Empty, Method
+
+
+class OptimizerSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """AdamW (Loshchilov & Hutter 2019) with linear warm-up to a constant rate and global-norm gradient clipping."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+
+
+class LossSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The clipped policy-gradient loss and its terms."""
+
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """token_mean: sum over all tokens of the step / their number (DAPO). sequence_mean: mean over sequences of each
+    sequence's token mean (GRPO). sequence_sum: sum over tokens / (sequences * max_tokens), a constant (Dr. GRPO)."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (PPO; clip-higher from DAPO)."""
+    old_logprobs: Literal["rollout", "policy"] = "rollout"
+    """What the ratio's denominator is: the sampler's own logprobs, or the trainer's at the start of the step."""
+    tis_cap: float | None = None
+    """Truncated importance sampling between sampler and trainer: each token is weighted by
+    min(exp(policy_old - rollout), cap). Needs old_logprobs: policy."""
+    kl_coef: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """KL to the reference model (the weights at step 0); estimators of Schulman 2020."""
+    entropy_coef: float = 0.0
+    """Bonus: the mean token entropy times this is subtracted from the loss."""
+
+
+class TrainingSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a training worker process is told at start."""
+
+    name: str
+    model_path: str
+    plane: PlaneSpec
+    optimizer: OptimizerSpec
+    loss: LossSpec
+    temperature: float
+    """The rollouts' sampling temperature: the policy's logits are divided by it before the softmax."""
+    max_completion_tokens: int
+    """The constant length of `sequence_sum` aggregation."""
+    weights_dir: str
+    """Where `publish_weights` writes, e.g. a folder in /dev/shm."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    seed: int = 0
+
+
+class BeginStep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Opens step `step` (0-based). The totals are over the whole step, so that each microbatch can scale its own sum."""
+
+    step: int
+    loss_tokens: int
+    """Tokens with loss_mask 1 in all rows of the step."""
+    sequences: int
+
+
+class TrainRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    key: str
+    advantage: float
+    length: int
+    """Tokens of the row, which the worker checks against what it reads."""
+
+
+class Microbatch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    step: int
+    index: int
+    partition: str
+    rows: tuple[TrainRow, ...]
+
+
+class MicrobatchDone(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    loss: float
+    """This microbatch's share of the step's loss."""
+    tokens: int
+
+
+class RowKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rows whose logprobs the worker computes and keeps (by key) until the step is finished."""
+
+    step: int
+    partition: str
+    keys: tuple[str, ...]
+    model: Literal["policy", "reference"] = "policy"
+
+
+class FinishStep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    step: int
+
+
+class StepMetrics(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Of one optimizer step. Means are over the step's loss tokens. All in nats where they are logprobs."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    entropy: float
+    clip_fraction: float
+    ratio_mean: float
+    kl_rollout: float
+    """k3 estimate of KL(sampler || policy): how far the trainer's logprobs are from the sampler's."""
+    logprob_diff_max: float
+    """Largest |policy - rollout| logprob difference of one token."""
+    kl_reference: float | None
+    tokens: int
+    seconds: float
+    """Compute time from begin to finish."""
+
+
+class Publish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    version: int
+
+
+class Published(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A safetensors file with all tensors of the model; the controller deletes it once every engine has loaded it."""
+
+    path: str
+    version: int
+    bytes: int
+    seconds: float
+
+
+class StatePath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A folder to save to (must not exist) or load from."""
+
+    path: str
+
+
+class TrainerInfo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    parameters: int
+    step: int
+    """The next step to train."""
+
+
+INFO = Method("info", Empty, TrainerInfo, timeout_s=30.0)
+LOGPROBS = Method("logprobs", RowKeys, Empty, timeout_s=600.0)
+BEGIN_STEP = Method("begin_step", BeginStep, Empty, timeout_s=60.0)
+TRAIN_MICROBATCH = Method("train_microbatch", Microbatch, MicrobatchDone, timeout_s=600.0)
+FINISH_STEP = Method("finish_step", FinishStep, StepMetrics, timeout_s=600.0)
+PUBLISH_WEIGHTS = Method("publish_weights", Publish, Published, timeout_s=300.0)
+SAVE = Method("save", StatePath, Empty, timeout_s=600.0)
+"""Model (a Hugging Face directory that any tool loads), optimizer state (safetensors) and step counter."""
+LOAD = Method("load", StatePath, TrainerInfo, timeout_s=600.0)
