@@ -49,9 +49,7 @@ class DataPlaneTimeout(DataPlaneError):
     `outcome` is "none" when nothing can have changed (a get), "unknown" when the operation may still take effect.
     """
 
-    def __init__(
-        self, operation: str, *, partition: str, seconds: float, outcome: Literal["none", "unknown"]
-    ) -> None:
+    def __init__(self, operation: str, *, partition: str, seconds: float, outcome: Literal["none", "unknown"]) -> None:
         super().__init__(
             f"{operation} on partition {partition!r}: no answer within {seconds:g} s (outcome: {outcome}); "
             "is the data plane's server alive and not overloaded?"
