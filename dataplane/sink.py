@@ -27,14 +27,14 @@ class TokenDelta:
 
 
 class TokenSink:
-    """Stages deltas in the staging partition. A successful `stage` is the statement that the tokens are kept."""
+    """Stages deltas in the staging partition. A successful `stage` states that the tokens are kept."""
 
     def __init__(self, plane: DataPlane, *, timeout: float | None = None) -> None:
         self._plane = plane
         self._timeout = timeout
 
     async def stage(self, key: str, delta: TokenDelta) -> None:
-        """Put one row under `key`; raises the plane's errors, in which case nothing is staged (or its outcome is unknown)."""
+        """Put one row under `key`; raises the plane's errors, then nothing is staged (or its outcome is unknown)."""
         row = {
             "token_ids": delta.token_ids,
             "token_mask": delta.token_mask,
