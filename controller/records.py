@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from ledger.reasons import Reason
 from workers.environments.base import Prompt
 
 
@@ -15,6 +16,8 @@ class PlayedRollout(Struct, frozen=True, kw_only=True):
     rollout_id: str
     reward: float
     metrics: Mapping[str, float]
+    failure: Reason | None = None
+    """Set when the rollout did not end by itself; it then becomes a placeholder."""
 
 
 class TrainSample(Struct, frozen=True, kw_only=True):
@@ -27,10 +30,12 @@ class TrainSample(Struct, frozen=True, kw_only=True):
     """Its row in the train partition."""
     length: int = 0
     loss_tokens: int = 0
+    truncated: bool = False
+    """Its last call was cut by a length limit."""
     oldest_version: int = 0
     """Oldest weight version among its generated tokens."""
-    reason: str | None = None
-    """Why it is a placeholder: a reason code of the ledger."""
+    reason: Reason | None = None
+    """Why it is a placeholder."""
 
     @property
     def valid(self) -> bool:

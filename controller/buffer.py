@@ -1,0 +1,171 @@
+"""The replay buffer: one entry per live prompt group, with an explicit state.
+
+Invariant: a permit is held for exactly the groups that are live (in a state that is not an end), after every call,
+cancelled or not. A group that ends leaves the buffer with its end recorded in the counts, exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import anyio
+
+from controller.records import PromptGroup, TrainSample
+
+
+class GroupState(StrEnum):
+    RESERVED = "reserved"
+    GENERATING = "generating"
+    FINALIZING = "finalizing"
+    READY = "ready"
+    SELECTED = "selected"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    EVICTED = "evicted"
+    ABORTED = "aborted"
+
+
+_S = GroupState
+_NEXT: dict[GroupState, frozenset[GroupState]] = {
+    _S.RESERVED: frozenset({_S.GENERATING, _S.ABORTED}),
+    _S.GENERATING: frozenset({_S.FINALIZING, _S.DROPPED, _S.ABORTED}),
+    _S.FINALIZING: frozenset({_S.READY, _S.DROPPED, _S.ABORTED}),
+    _S.READY: frozenset({_S.SELECTED, _S.EVICTED, _S.ABORTED}),
+    _S.SELECTED: frozenset({_S.TRAINED, _S.ABORTED}),
+}
+ENDS = frozenset({_S.TRAINED, _S.DROPPED, _S.EVICTED, _S.ABORTED})
+
+
+class IllegalTransition(Exception):
+    """A group was asked to go to a state that its present state does not allow, or is not in the buffer."""
+
+
+@dataclass(eq=False)
+class GroupEntry:
+    """A live group. `group` and `target_step` are set at dispatch, `samples` when it becomes ready."""
+
+    group_id: str
+    order: int
+    """Number of the reservation; dispatch order."""
+    state: GroupState = GroupState.RESERVED
+    group: PromptGroup | None = None
+    target_step: int | None = None
+    samples: tuple[TrainSample, ...] = ()
+
+    @property
+    def dispatched(self) -> PromptGroup:
+        if self.group is None:
+            raise IllegalTransition(f"group {self.group_id} has not been dispatched")
+        return self.group
+
+
+class ReplayBuffer:
+    """Holds at most `capacity` live groups. State changes are synchronous; whoever waits, waits on `changed`."""
+
+    def __init__(self, capacity: int) -> None:
+        self._permits = anyio.CapacityLimiter(capacity)
+        self._entries: dict[str, GroupEntry] = {}
+        self._reservations = 0
+        self._changed = anyio.Event()
+        self.ended: Counter[GroupState] = Counter()
+        """Groups that ended, by end."""
+
+    @property
+    def capacity(self) -> int:
+        return int(self._permits.total_tokens)
+
+    @property
+    def permits_in_use(self) -> int:
+        return self._permits.borrowed_tokens
+
+    @property
+    def entries(self) -> Sequence[GroupEntry]:
+        """Live groups in dispatch order."""
+        return tuple(self._entries.values())
+
+    def counts(self) -> dict[str, int]:
+        """Live groups by state."""
+        return dict(Counter(str(e.state) for e in self._entries.values()))
+
+    async def reserve(self, group_id: str) -> GroupEntry:
+        """Take a slot, waiting for one to be free. A cancellation while waiting leaves nothing reserved."""
+        if group_id in self._entries:
+            raise IllegalTransition(f"group {group_id} is in the buffer already ({self._entries[group_id].state})")
+        # The permit is borrowed on behalf of the entry, so that a leak would name its holder.
+        entry = GroupEntry(group_id, order=self._reservations)
+        self._reservations += 1
+        await self._permits.acquire_on_behalf_of(entry)
+        self._entries[group_id] = entry
+        self._notify()
+        return entry
+
+    def dispatch(self, group: PromptGroup, *, target_step: int) -> GroupEntry:
+        """Reserved → generating: the group's prompt, start version and rollout ids are known from here on."""
+        entry = self._move(group.group_id, GroupState.GENERATING)
+        entry.group, entry.target_step = group, target_step
+        return entry
+
+    def begin_finalizing(self, group_id: str) -> None:
+        """Generating → finalizing: every rollout was played."""
+        self._move(group_id, GroupState.FINALIZING)
+
+    def commit_finalized(self, group_id: str, samples: Sequence[TrainSample]) -> None:
+        """Finalizing → ready: the rows of its valid samples are published. At least one sample must be valid."""
+        if not any(s.valid for s in samples):
+            raise IllegalTransition(f"group {group_id} has no valid sample; drop it instead")
+        self._move(group_id, GroupState.READY).samples = tuple(samples)
+
+    def select(self, group_ids: Sequence[str]) -> list[GroupEntry]:
+        """Ready → selected, all or none."""
+        for group_id in group_ids:
+            self._check(group_id, GroupState.SELECTED)
+        return [self._move(group_id, GroupState.SELECTED) for group_id in group_ids]
+
+    def trained(self, group_id: str) -> None:
+        self._move(group_id, GroupState.TRAINED)
+
+    def drop(self, group_id: str) -> None:
+        """End a group that cannot be trained (no rollout of it could be proven)."""
+        self._move(group_id, GroupState.DROPPED)
+
+    def evict(self, group_id: str) -> None:
+        """End a ready group that has become too stale."""
+        self._move(group_id, GroupState.EVICTED)
+
+    def abort(self, group_id: str) -> None:
+        """End a group in any live state, e.g. because the run ends."""
+        self._move(group_id, GroupState.ABORTED)
+
+    async def wait_until(self, predicate: Callable[[], bool]) -> None:
+        """Return once `predicate()` holds; it is looked at now and after every change or `notify`."""
+        while not predicate():
+            await self._changed.wait()
+
+    def notify(self) -> None:
+        """Wake the waiters to look again, after something they depend on outside the buffer has changed."""
+        self._notify()
+
+    def _check(self, group_id: str, to: GroupState) -> GroupEntry:
+        entry = self._entries.get(group_id)
+        if entry is None:
+            raise IllegalTransition(f"group {group_id} is not in the buffer (asked to become {to})")
+        if to not in _NEXT[entry.state]:
+            raise IllegalTransition(f"group {group_id} is {entry.state} and cannot become {to}")
+        return entry
+
+    def _move(self, group_id: str, to: GroupState) -> GroupEntry:
+        entry = self._check(group_id, to)
+        entry.state = to
+        if to in ENDS:
+            del self._entries[group_id]
+            self._permits.release_on_behalf_of(entry)
+            self.ended[to] += 1
+        self._notify()
+        return entry
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

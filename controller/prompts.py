@@ -1,0 +1,70 @@
+"""The prompt source: hands out each prompt of an iterator once, and says where to go on after a resume.
+
+Invariant: a prompt that was drawn from the iterator is either handed out or still held here, whatever is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import anyio.to_thread
+
+from workers.environments.base import Prompt
+
+
+class PromptError(Exception):
+    """The prompt iterator raised, or yielded something that is not a `Prompt`."""
+
+
+class PromptSource:
+    """Draws prompts in a thread, so that a slow generator does not block the loop. One consumer.
+
+    `returned` are prompts to hand out first (in flight when the run was checkpointed); `skip` is how many the iterator
+    yields that were consumed before.
+    """
+
+    def __init__(self, prompts: Iterator[Prompt], *, returned: Iterable[Prompt] = (), skip: int = 0) -> None:
+        self._prompts = prompts
+        self._held: deque[Prompt] = deque(returned)
+        self._skip = skip
+        self.drawn = 0
+        """Prompts drawn from the iterator, skipped ones included: the cursor to resume from."""
+
+    @property
+    def held(self) -> tuple[Prompt, ...]:
+        """Drawn but not handed out."""
+        return tuple(self._held)
+
+    async def fetch(self) -> bool:
+        """Make sure `take` has a prompt; False when the iterator is exhausted.
+
+        Raises PromptError. A cancellation loses no prompt: one drawn meanwhile stays held.
+        """
+        if not self._held:
+            await anyio.to_thread.run_sync(self._draw)
+        return bool(self._held)
+
+    def take(self) -> Prompt:
+        """Hand out the next prompt; `fetch` must have returned True."""
+        return self._held.popleft()
+
+    def _draw(self) -> None:
+        while True:
+            try:
+                prompt = next(self._prompts)
+            except StopIteration:
+                return
+            except Exception as e:
+                raise PromptError(
+                    f"the prompt iterator raised after {self.drawn} prompts: {type(e).__name__}: {e}"
+                ) from e
+            self.drawn += 1
+            if not isinstance(prompt, Prompt):  # pyright: ignore[reportUnnecessaryIsInstance]  # user code
+                raise PromptError(
+                    f"prompt number {self.drawn} is {prompt!r} of type {type(prompt).__name__}; "
+                    "an environment's prompts() must yield workers.environments.Prompt"
+                )
+            if self.drawn > self._skip:
+                self._held.append(prompt)
+                return

@@ -1,0 +1,91 @@
+"""The run's folder: one run at a time in it, and nothing of an older run is overwritten."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from controller.checkpoint import LATEST, ControllerState, latest, read_state
+from controller.config.schema import RunConfig
+
+Resume: TypeAlias = Literal["auto", "never"] | Path
+"""auto: continue the folder's latest checkpoint if it has one. never: start anew. A path: continue that checkpoint."""
+
+CHECKPOINTS = "checkpoints"
+_OURS = ("metrics.jsonl", "summary.json", "trace.json", CHECKPOINTS)
+
+
+class RunDirError(Exception):
+    """The run's folder cannot be used as asked; the message says what to do."""
+
+
+@contextmanager
+def open_run_dir(config: RunConfig, resume: Resume) -> Iterator[tuple[Path, Path | None]]:
+    """The run's folder, locked while inside, and the checkpoint to continue from (None: start anew).
+
+    Blocking (file I/O). When a run starts anew where an older one left files, the old folder is renamed to `<dir>.<n>`.
+    Raises RunDirError, CheckpointError, OSError.
+    """
+    folder = Path(config.dir)
+    checkpoint = _checkpoint(folder, resume)
+    if checkpoint is None and any((folder / name).exists() for name in _OURS):
+        with _lock(folder):
+            _move_aside(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder):
+        if checkpoint is not None:
+            _check(config, checkpoint, read_state(checkpoint))
+        yield folder, checkpoint
+
+
+def _checkpoint(folder: Path, resume: Resume) -> Path | None:
+    match resume:
+        case "never":
+            return None
+        case "auto":
+            return latest(folder / CHECKPOINTS)
+        case path:
+            # A checkpoint itself, or a run's folder, whose latest is meant.
+            for candidate in (path, path / CHECKPOINTS):
+                if (candidate / LATEST).exists():
+                    return latest(candidate)
+            return path
+
+
+def _check(config: RunConfig, checkpoint: Path, state: ControllerState) -> None:
+    if state.seed != config.seed:
+        raise RunDirError(
+            f"run.seed is {config.seed}, but {checkpoint} was written with seed {state.seed}: its prompts would come in "
+            f"another order. Set run.seed: {state.seed}, or use --resume never to start anew"
+        )
+    if state.step >= config.steps:
+        raise RunDirError(
+            f"the run in {config.dir} is finished: {checkpoint} is of step {state.step}, and run.steps is {config.steps}. "
+            "Set run.steps higher to train on, or use --resume never to start anew (the old folder is kept under another name)"
+        )
+
+
+def _move_aside(folder: Path) -> None:
+    n = 1
+    while (target := folder.with_name(f"{folder.name}.{n}")).exists():
+        n += 1
+    folder.rename(target)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError(
+                f"another run is using {folder}; wait for it to end, or set run.dir to another folder"
+            ) from None
+        yield
+    finally:
+        os.close(fd)

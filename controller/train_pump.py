@@ -1,0 +1,190 @@
+"""The train pump: one optimizer step after another, from selected groups to new weights in every engine.
+
+Invariant: a group is marked trained in the same loop turn in which the trainer's `finish_step` returned, and its rows are
+cleared before anything can cancel that. A cancellation before `finish_step` leaves the groups selected, untrained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import anyio
+import numpy as np
+
+from controller.advantages import group_advantages
+from controller.batching import plan_microbatches
+from controller.buffer import GroupEntry, ReplayBuffer
+from controller.config.schema import AdvantageConfig, TrainingConfig
+from controller.records import TrainSample
+from controller.run_state import RunState
+from controller.samplers import Sampler
+from controller.waiting import Activities
+from controller.weight_sync import WeightSync
+from dataplane.plane import DataPlane
+from dataplane.schema import TRAIN
+from ledger.ledger import Ledger
+from workers.rpc.client import RpcClient
+from workers.training.api import (
+    BEGIN_STEP,
+    FINISH_STEP,
+    LOGPROBS,
+    TRAIN_MICROBATCH,
+    BeginStep,
+    FinishStep,
+    Microbatch,
+    RowKeys,
+    StepMetrics,
+    TrainRow,
+)
+
+Samples = Sequence[tuple[GroupEntry, TrainSample, float]]
+"""(group, sample, advantage) of each valid sample of a step."""
+
+
+class TrainedStep:
+    """What the train pump knows of a step that it has just finished; the reporter makes a StepReport of it."""
+
+    def __init__(self, step: int, groups: Sequence[GroupEntry], samples: Samples, phases: dict[str, float]) -> None:
+        self.step = step
+        """0-based; the step that these groups trained."""
+        self.groups = groups
+        self.samples = samples
+        self.phases = phases
+        self.trainer: StepMetrics | None = None
+
+
+class TrainPump:
+    def __init__(
+        self,
+        *,
+        training: TrainingConfig,
+        advantage: AdvantageConfig,
+        buffer: ReplayBuffer,
+        state: RunState,
+        sampler: Sampler,
+        ledger: Ledger,
+        plane: DataPlane,
+        trainer: RpcClient,
+        weight_sync: WeightSync,
+        checkpoint: Callable[[], Awaitable[None]],
+        checkpoint_every: int | None,
+        report: Callable[[TrainedStep], Awaitable[None]],
+        on_phase: Callable[[str, int, float, float], None],
+        activities: Activities,
+    ) -> None:
+        self._training = training
+        self._advantage = advantage
+        self._buffer = buffer
+        self._state = state
+        self._sampler = sampler
+        self._ledger = ledger
+        self._plane = plane
+        self._trainer = trainer
+        self._weight_sync = weight_sync
+        self._checkpoint = checkpoint
+        self._checkpoint_every = checkpoint_every
+        self._report = report
+        self._on_phase = on_phase
+        self._activities = activities
+
+    async def run(self) -> None:
+        """Train until the last step, or until no group can come any more."""
+        while self._state.step < self._state.last_step:
+            phases: dict[str, float] = {}
+            with self._phase("wait_rollouts", "waiting for a step's groups", phases):
+                await self._evict()
+                groups = await self._next_groups()
+            if not groups:
+                return
+            await self._step(groups, phases)
+
+    async def _evict(self) -> None:
+        evicted = self._sampler.evict(self._state.view())
+        if not evicted:
+            return
+        entries = [e for e in self._buffer.entries if e.group_id in set(evicted)]
+        with anyio.CancelScope(shield=True):
+            for entry in entries:
+                self._buffer.evict(entry.group_id)
+                await self._ledger.evicted(entry.group_id)
+            await self._plane.clear(TRAIN, [s.key for e in entries for s in e.samples if s.key is not None])
+
+    async def _next_groups(self) -> list[GroupEntry]:
+        await self._buffer.wait_until(lambda: self._sampler.select(self._state.view()) is not None)
+        return self._buffer.select(self._sampler.select(self._state.view()) or [])
+
+    async def _step(self, groups: list[GroupEntry], phases: dict[str, float]) -> None:
+        done = TrainedStep(self._state.step, groups, self._with_advantages(groups), phases)
+        keys = [s.key for _, s, _ in done.samples if s.key is not None]
+        await self._prepare(done, keys)
+        with self._phase("train", f"training step {done.step}", phases):
+            await self._train(done)
+        with anyio.CancelScope(shield=True):
+            with self._phase("clear", f"clearing the rows of step {done.step}", phases):
+                for entry in groups:
+                    await self._ledger.trained(entry.group_id, step=done.step)
+                await self._plane.clear(TRAIN, keys)
+        if self._state.step < self._state.last_step:
+            with self._phase("weight_sync", f"synchronising weights after step {done.step}", phases):
+                await self._weight_sync.sync(self._state.step)
+            if self._checkpoint_every is not None and self._state.step % self._checkpoint_every == 0:
+                with self._phase("checkpoint", f"writing the checkpoint of step {self._state.step}", phases):
+                    await self._checkpoint()
+        await self._report(done)
+
+    def _with_advantages(self, groups: Sequence[GroupEntry]) -> Samples:
+        out: list[tuple[GroupEntry, TrainSample, float]] = []
+        for entry in groups:
+            rewards = np.array([s.reward for s in entry.samples], dtype=np.float64)
+            valid = np.array([s.valid for s in entry.samples])
+            advantages = group_advantages(self._advantage.estimator, rewards, valid)
+            out += [(entry, s, float(a)) for s, a in zip(entry.samples, advantages, strict=True) if s.valid]
+        return out
+
+    async def _prepare(self, done: TrainedStep, keys: list[str]) -> None:
+        """Have the trainer compute the logprobs that the loss compares with, before the weights move."""
+        loss = self._training.loss
+        wanted: list[RowKeys] = []
+        if loss.old_logprobs == "policy":
+            wanted.append(RowKeys(step=done.step, partition=TRAIN, keys=tuple(keys), model="policy"))
+        if loss.kl_coef > 0:
+            wanted.append(RowKeys(step=done.step, partition=TRAIN, keys=tuple(keys), model="reference"))
+        if not wanted:
+            return
+        with self._phase("logprobs", f"computing logprobs for step {done.step}", done.phases):
+            for request in wanted:
+                await self._trainer.call(LOGPROBS, request, timeout=self._training.step_timeout_s)
+
+    async def _train(self, done: TrainedStep) -> None:
+        rows = [
+            TrainRow(key=s.key, advantage=advantage, length=s.length)
+            for _, s, advantage in done.samples
+            if s.key is not None
+        ]
+        begin = BeginStep(
+            step=done.step, loss_tokens=sum(s.loss_tokens for _, s, _ in done.samples), sequences=len(rows)
+        )
+        timeout = self._training.step_timeout_s
+        await self._trainer.call(BEGIN_STEP, begin, timeout=timeout)
+        for index, batch in enumerate(plan_microbatches(rows, self._training.max_tokens_per_microbatch)):
+            microbatch = Microbatch(step=done.step, index=index, partition=TRAIN, rows=batch)
+            await self._trainer.call(TRAIN_MICROBATCH, microbatch, timeout=timeout)
+        with anyio.CancelScope(shield=True):
+            # Bounded by the call's own deadline. Once asked for, the optimizer step must not be half known.
+            done.trainer = await self._trainer.call(FINISH_STEP, FinishStep(step=done.step), timeout=timeout)
+            for entry in done.groups:
+                self._buffer.trained(entry.group_id)
+            self._state.step_done()
+
+    @contextmanager
+    def _phase(self, name: str, what: str, phases: dict[str, float]) -> Iterator[None]:
+        step, start = self._state.step, time.monotonic()
+        with self._activities.doing("train pump", what):
+            try:
+                yield
+            finally:
+                end = time.monotonic()
+                phases[name] = phases.get(name, 0.0) + end - start
+                self._on_phase(name, step, start, end)

@@ -1,0 +1,56 @@
+"""Weight sync: trainer publishes a version, every engine loads it, and only then is it called served.
+
+Dispatch is held meanwhile; generation in flight goes on and changes version between two tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from controller.generation_pool import GenerationPool
+from controller.run_state import RunState
+from controller.waiting import Activities
+from workers.rpc.client import RpcClient
+from workers.training.api import PUBLISH_WEIGHTS, Publish, Published
+
+
+class WeightSync:
+    def __init__(
+        self,
+        *,
+        trainer: RpcClient,
+        pool: GenerationPool,
+        state: RunState,
+        activities: Activities,
+        timeout_s: float,
+    ) -> None:
+        self._trainer = trainer
+        self._pool = pool
+        self._state = state
+        self._activities = activities
+        self._timeout_s = timeout_s
+        self.last_seconds: float | None = None
+
+    async def sync(self, version: int) -> None:
+        """Bring every engine to `version`, the trainer's present weights. Raises the RPC's errors.
+
+        Cancelled in the middle, some engines may serve the new version already; `state.version` has then not moved, and
+        the tokens themselves carry the version that they were sampled under.
+        """
+        start = time.monotonic()
+        with self._activities.doing("weight sync", f"publishing version {version}"), self._state.hold_dispatch():
+            published: Published = await self._trainer.call(
+                PUBLISH_WEIGHTS, Publish(version=version), timeout=self._timeout_s
+            )
+            try:
+                with self._activities.doing("weight sync", f"loading version {version} into the engines"):
+                    await self._pool.load_weights(published.path, version, timeout=self._timeout_s)
+                self._state.serve(version)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(lambda: Path(published.path).unlink(missing_ok=True))
+        self.last_seconds = time.monotonic() - start
