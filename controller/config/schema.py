@@ -1,143 +1,189 @@
-"""The configuration of a run, as typed structs: every key, its default, its unit. Unknown keys are errors."""
+"""The configuration of a run, as typed structs: every key, its default, its range, its unit. Unknown keys are errors.
+
+The constructors do not check ranges; `controller.config.load` and `controller.config.checks` do.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, lt=1)]
+Seconds = Annotated[float, Meta(gt=0, description="seconds, a number > 0")]
+Folder = Annotated[str, Meta(min_length=1, description="a path")]
+Device = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$", description="cpu, cuda or cuda:<index>")]
 
 
 class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    dir: str
+    dir: Folder
     """The run's folder: metrics, trace, report, checkpoints. Created; a finished run in it is an error unless resumed."""
-    steps: int
+    steps: PositiveInt
     """Optimizer steps to train."""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    """Seeds the prompts, the samplers and the model's randomness."""
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    path: str
+    path: Folder
     """A Hugging Face model directory with tokenizer and chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What generation and training compute in."""
 
 
 class EnvironmentConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: str
+    name: Annotated[str, Meta(min_length=1, description="a built-in name or module:Class")]
     """A built-in name (`reverse_text`, `reasoning_gym`) or `module:Class` of your own."""
     args: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the environment's constructor."""
 
 
 class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    groups_per_step: int = 16
+    groups_per_step: PositiveInt = 16
     """Prompt groups per optimizer step."""
-    group_size: int = 8
+    group_size: PositiveInt = 8
     """Rollouts per prompt."""
-    max_staleness: int = 1
+    max_staleness: NonNegativeInt = 1
     """How many optimizer steps the weights that began a rollout may lag behind those it trains. 0 is on-policy."""
     sampler: Literal["windowed", "in_order"] = "windowed"
-    over_sampling: float = 1.0
+    """`windowed` trains the oldest ready groups within the staleness window; `in_order` trains each group at exactly the
+    step it was dispatched for."""
+    over_sampling: Annotated[float, Meta(ge=1)] = 1.0
     """`windowed` only: capacity as a multiple of groups_per_step * (max_staleness + 1), so that a slow group does not
     hold up a step. Surplus groups that grow too stale are evicted."""
-    max_in_flight_groups: int | None = None
-    """Groups generating at the same time; None leaves it to the sampler's capacity."""
-    max_tokens: int = 256
+    max_in_flight_groups: PositiveInt | None = None
+    """Groups generating at the same time; null leaves it to the sampler's capacity."""
+    max_tokens: PositiveInt = 256
     """Completion tokens per model call."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    max_calls: int = 64
+    temperature: NonNegative = 1.0
+    """Sampling temperature; the trainer's logits are divided by it too."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: NonNegativeInt = 0
+    """Sample among the k most probable tokens; 0 is off."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Extra stop tokens; the model's own end-of-turn tokens always stop."""
+    max_calls: PositiveInt = 64
     """Model calls per rollout."""
-    timeout_s: float = 600.0
+    timeout_s: Seconds = 600.0
     """Deadline of one rollout, from dispatch to reward."""
-    call_timeout_s: float = 300.0
+    call_timeout_s: Seconds = 300.0
     """Deadline of one model call."""
 
 
 class GenerationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engine: Literal["torch"] = "torch"
-    workers: int = 1
-    max_batch: int = 128
+    """What generates: the continuous-batching engine on a Hugging Face model."""
+    workers: PositiveInt = 1
+    """Generation worker processes, each with its own copy of the model."""
+    max_batch: PositiveInt = 128
     """Requests that decode together in one worker."""
-    max_model_len: int | None = None
-    """Tokens per conversation, prompt and completion; None takes the model's own limit."""
-    device: str = "cpu"
-    threads: int = 1
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
+    """Tokens per conversation, prompt and completion; null takes the model's own limit."""
+    device: Device = "cpu"
+    """Where the engines run."""
+    threads: PositiveInt = 1
+    """CPU threads of each worker."""
 
 
 class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """AdamW, linear warm-up to a constant rate, global-norm clipping."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    max_grad_norm: float = 1.0
+    lr: NonNegative = 1e-6
+    """Learning rate after the warm-up."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of the two moment estimates."""
+    eps: Positive = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises linearly to `lr`."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this global norm."""
 
 
 class LossConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """See `workers.training.api.LossSpec` for what each term is."""
+    """The clipped policy-gradient loss; formulas in `workers.training.api.LossSpec`."""
 
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    """Mean over the step's tokens (DAPO), mean of each sequence's mean (GRPO), or sum over a constant length (Dr. GRPO)."""
+    clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    """The importance ratio is clipped below at 1 - clip_low."""
+    clip_high: Positive = 0.28
+    """The importance ratio is clipped above at 1 + clip_high."""
     old_logprobs: Literal["rollout", "policy"] = "rollout"
-    tis_cap: float | None = None
-    kl_coef: float = 0.0
+    """The ratio's denominator: the sampler's logprobs, or the trainer's at the start of the step (one more forward pass)."""
+    tis_cap: Positive | None = None
+    """Truncated importance sampling between sampler and trainer: the cap of its weight. Needs old_logprobs: policy."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the starting model; above 0 the trainer keeps a second copy of the model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coef: float = 0.0
+    """Estimator of that KL (Schulman 2020)."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
 
 
 class TrainingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    max_tokens_per_microbatch: int = 8192
-    """Padded tokens of one forward/backward pass."""
-    device: str = "cpu"
-    threads: int = 1
-    step_timeout_s: float = 600.0
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Padded tokens of one forward/backward pass. A longer row gets a pass of its own."""
+    device: Device = "cpu"
+    """Where the trainer runs."""
+    threads: PositiveInt = 1
+    """CPU threads of the trainer."""
+    step_timeout_s: Seconds = 600.0
     """Deadline of each of the trainer's calls."""
 
 
 class AdvantageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """How a group's rewards become advantages: minus the mean and over the deviation, minus the mean, minus the mean of
+    the others."""
 
 
 class DataPlaneConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    storage_units: int = 1
-    timeout_s: float = 30.0
+    storage_units: PositiveInt = 1
+    """TransferQueue storage processes."""
+    timeout_s: Seconds = 30.0
     """Deadline of each put, get and clear."""
 
 
 class WeightSyncConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    dir: str | None = None
-    """Where weights pass from trainer to engines; None takes shared memory (/dev/shm), or the temp folder without it."""
-    timeout_s: float = 120.0
+    dir: Folder | None = None
+    """Where weights pass from trainer to engines; null takes shared memory (/dev/shm), or the temp folder without it."""
+    timeout_s: Seconds = 120.0
+    """Deadline of publishing a version, and of each engine's loading it."""
 
 
 class FinalizerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    concurrency: int = 4
+    concurrency: PositiveInt = 4
     """Groups being verified at the same time."""
 
 
 class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    every_steps: int | None = None
-    """None writes one only at the end and on an interrupt."""
-    keep: int = 2
+    every_steps: PositiveInt | None = None
+    """Steps between checkpoints; null writes one only at the end and on an interrupt."""
+    keep: PositiveInt = 2
+    """Checkpoints to keep; older ones are removed."""
 
 
 class WatchdogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    stall_after_s: float = 300.0
+    stall_after_s: Seconds = 900.0
     """No group committed and no step done for this long, while work remains, is a stall."""
     stall_action: Literal["warn", "abort"] = "abort"
+    """What a stall does: report what waits for what, or report it and end the run."""
 
 
 class WorkersConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    start_timeout_s: float = 180.0
+    start_timeout_s: Seconds = 180.0
     """From starting a worker process to its readiness (imports and model load included)."""
-    stop_timeout_s: float = 10.0
+    stop_timeout_s: Seconds = 10.0
     """From asking a worker to stop to killing it."""
 
 
