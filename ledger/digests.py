@@ -110,7 +110,7 @@ def call_digest(
 def _ids(ids: TokenIds) -> memoryview:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError(f"token ids must be a 1-D integer array, not {ids.ndim}-D {ids.dtype}")
-    if ids.size and ids.min() < 0:
+    if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
         raise ValueError(f"token ids must not be negative: {ids.min()}")
     return ids.astype(">u8", order="C", copy=False).data
 

@@ -22,6 +22,11 @@ def call_id(rollout_id: str, seq: int) -> str:
     return f"{rollout_id}/{seq}"
 
 
+def rollout_of(call_id: str) -> str:
+    """The rollout that a call id belongs to ("" when it is not a call id)."""
+    return call_id.rpartition("/")[0]
+
+
 def staging_key(call_id: str, digest: str) -> str:
     """The data-plane key of a call's tokens. The digest's first 8 hex digits keep two generations of one call apart."""
     return f"{call_id}-{digest[:8]}"

@@ -1,0 +1,177 @@
+"""Where every dispatched rollout is: conservation says that each reaches exactly one end.
+
+    group   dispatched -> committed -> trained,   dispatched | committed -> dropped | evicted | aborted
+
+A group ends as one. When it is trained, its verified rollouts count as trained, the rejected ones (placeholders) as dropped
+and the aborted ones as aborted; any other end is the end of all of its rollouts. Ended groups are forgotten: only the counts
+stay, so memory is bounded by what is live.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from msgspec import Struct
+
+from ledger.errors import IllegalTransition, UnknownGroup
+from ledger.events import (
+    GroupAborted,
+    GroupCommitted,
+    GroupDispatched,
+    GroupDropped,
+    GroupEnd,
+    GroupEvent,
+    GroupEvicted,
+    GroupTrained,
+)
+
+
+class Account(Struct, frozen=True, kw_only=True):
+    """Counts of rollouts since the run began. `live` are dispatched and not ended."""
+
+    dispatched: int = 0
+    trained: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    aborted: int = 0
+    live: int = 0
+
+    @property
+    def ended(self) -> int:
+        return self.trained + self.evicted + self.dropped + self.aborted
+
+    @property
+    def lost(self) -> int:
+        """Dispatched rollouts that are nowhere."""
+        return max(0, self.dispatched - self.ended - self.live)
+
+    @property
+    def duplicated(self) -> int:
+        """Ends, or live rollouts, that no dispatch explains."""
+        return max(0, self.ended + self.live - self.dispatched)
+
+
+class Stage(StrEnum):
+    """How far a live group's rollout is."""
+
+    EXPECTED = "expected"
+    RUNNING = "running"
+    VERIFIED = "verified"
+    REJECTED = "rejected"
+    ABORTED = "aborted"
+
+    @property
+    def finished(self) -> bool:
+        return self in (Stage.VERIFIED, Stage.REJECTED, Stage.ABORTED)
+
+
+@dataclass(slots=True)
+class _Group:
+    stages: dict[str, Stage]
+    committed: bool = False
+
+
+class Groups:
+    """The live groups. An illegal event raises and changes nothing."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, _Group] = {}
+        self._group_of: dict[str, str] = {}
+        self._dispatched = 0
+        self._ends: Counter[type[GroupEnd]] = Counter()
+
+    @property
+    def account(self) -> Account:
+        ends = self._ends
+        return Account(
+            dispatched=self._dispatched,
+            trained=ends[GroupTrained],
+            evicted=ends[GroupEvicted],
+            dropped=ends[GroupDropped],
+            aborted=ends[GroupAborted],
+            live=sum(len(group.stages) for group in self._live.values()),
+        )
+
+    def stage(self, rollout_id: str) -> Stage | None:
+        """None when no live group has this rollout."""
+        group_id = self._group_of.get(rollout_id)
+        return None if group_id is None else self._live[group_id].stages[rollout_id]
+
+    def apply(self, event: GroupEvent) -> None:
+        """Raises UnknownGroup or IllegalTransition."""
+        match event:
+            case GroupDispatched():
+                self._dispatch(event)
+            case GroupCommitted():
+                group = self._group(event.group_id)
+                unfinished = [r for r, stage in group.stages.items() if not stage.finished]
+                if group.committed or unfinished:
+                    raise IllegalTransition(
+                        f"group {event.group_id!r}",
+                        f"unfinished ({unfinished})" if unfinished else "committed",
+                        "committed",
+                    )
+                group.committed = True
+            case GroupTrained():
+                self._train(event)
+            case GroupDropped() | GroupEvicted() | GroupAborted():
+                group = self._endable(event)
+                self._end(event.group_id)
+                self._ends[type(event)] += len(group.stages)
+
+    def opened(self, rollout_id: str, group_id: str) -> None:
+        """The rollout, dispatched with this group, begins."""
+        group = self._group(group_id)
+        stage = group.stages.get(rollout_id)
+        if stage is not Stage.EXPECTED:
+            raise IllegalTransition(
+                f"rollout {rollout_id!r} of group {group_id!r}", stage or "not dispatched", "opened"
+            )
+        group.stages[rollout_id] = Stage.RUNNING
+
+    def finished(self, rollout_id: str, stage: Stage) -> None:
+        """A running rollout is verified, rejected or aborted."""
+        self._live[self._group_of[rollout_id]].stages[rollout_id] = stage
+
+    def _dispatch(self, event: GroupDispatched) -> None:
+        subject = f"group {event.group_id!r}"
+        if event.group_id in self._live:
+            raise IllegalTransition(subject, "live", "dispatched again")
+        if not event.rollout_ids or len(set(event.rollout_ids)) < len(event.rollout_ids):
+            raise IllegalTransition(subject, f"of rollouts {event.rollout_ids}", "dispatched (they must be distinct)")
+        for rollout_id in event.rollout_ids:
+            if rollout_id in self._group_of:
+                raise IllegalTransition(f"rollout {rollout_id!r}", "live", f"dispatched again with {subject}")
+        self._live[event.group_id] = _Group(dict.fromkeys(event.rollout_ids, Stage.EXPECTED))
+        self._group_of.update(dict.fromkeys(event.rollout_ids, event.group_id))
+        self._dispatched += len(event.rollout_ids)
+
+    def _train(self, event: GroupTrained) -> None:
+        group = self._endable(event)
+        if not group.committed:
+            raise IllegalTransition(f"group {event.group_id!r}", "not committed", "trained")
+        self._end(event.group_id)
+        stages = list(group.stages.values())
+        self._ends[GroupTrained] += stages.count(Stage.VERIFIED)
+        self._ends[GroupDropped] += stages.count(Stage.REJECTED)
+        self._ends[GroupAborted] += stages.count(Stage.ABORTED)
+
+    def _endable(self, event: GroupEnd) -> _Group:
+        group = self._group(event.group_id)
+        running = [r for r, stage in group.stages.items() if stage is Stage.RUNNING]
+        if running:
+            step = type(event).__name__.removeprefix("Group").lower()
+            raise IllegalTransition(f"group {event.group_id!r}", f"running ({running})", step)
+        return group
+
+    def _group(self, group_id: str) -> _Group:
+        try:
+            return self._live[group_id]
+        except KeyError:
+            raise UnknownGroup(group_id) from None
+
+    def _end(self, group_id: str) -> None:
+        for rollout_id in self._live.pop(group_id).stages:
+            del self._group_of[rollout_id]

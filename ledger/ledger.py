@@ -1,0 +1,249 @@
+"""The ledger: records every step of every rollout and group, and refuses each that its state machines do not have.
+
+Each verb changes the state and takes the event's place in the log in one go, without a suspension between, and then waits
+until the event is durable. So state and log agree in order, and a cancellation ends the waiting, never the event.
+
+Memory is bounded by what is live: a finished rollout's record and an ended group are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import anyio
+from msgspec import Struct
+
+from ledger import ids, receipts
+from ledger.account import Account, Groups, Stage
+from ledger.errors import IllegalTransition, RolloutClosed, UnknownRollout
+from ledger.events import (
+    CallAdmitted,
+    CallCommitted,
+    CallFailed,
+    CheckpointMarked,
+    Event,
+    EventLog,
+    GroupAborted,
+    GroupCommitted,
+    GroupDispatched,
+    GroupDropped,
+    GroupEvicted,
+    GroupTrained,
+    Lineage,
+    RolloutAborted,
+    RolloutFinalized,
+    RolloutOpened,
+    RolloutSealed,
+    TerminalDeclared,
+)
+from ledger.lineage import Fingerprint, extend
+from ledger.reasons import CallFailure, Reason
+from ledger.receipts import Receipt
+from ledger.records import CallReply, ParentCoords
+from ledger.rollout import Rollout, parent_coords
+
+MAX_TEXT = 2000
+"""Characters of a foreign text (an error, a declaration) that an event keeps."""
+
+
+class Admission(Struct, frozen=True, kw_only=True):
+    """The place of a new call: its id, and the call it continues."""
+
+    call_id: str
+    parent: ParentCoords | None
+    lineage: Lineage
+
+
+class Ledger:
+    """`settle_timeout_s` bounds the wait for the durability of a failure that is recorded while being cancelled."""
+
+    def __init__(self, log: EventLog, *, settle_timeout_s: float = 5.0) -> None:
+        self._log = log
+        self._settle_timeout_s = settle_timeout_s
+        self._rollouts: dict[str, Rollout] = {}
+        self._groups = Groups()
+
+    def restore(self, events: Iterable[Event]) -> None:
+        """Bring the state to where `events`, read back from a log, ended. Nothing is appended."""
+        for event in events:
+            self._apply(event)
+
+    @property
+    def account(self) -> Account:
+        return self._groups.account
+
+    def call_count(self, rollout_id: str) -> int:
+        """How many calls the open or sealed rollout has made."""
+        return len(self._rollout(rollout_id).calls)
+
+    def receipt(self, rollout_id: str) -> Receipt:
+        """The receipt of an open or sealed rollout as of now; an open one's is rejected as not sealed."""
+        return receipts.build(self._rollout(rollout_id))
+
+    # Rollouts
+
+    async def open(self, rollout_id: str, group_id: str) -> None:
+        """Begin a rollout that was dispatched with the group, once."""
+        await self._record(RolloutOpened(rollout_id=ids.check_rollout_id(rollout_id), group_id=group_id))
+
+    async def declare_terminal(self, rollout_id: str, call_id: str) -> None:
+        """Name the call whose conversation is to be trained; the last declaration counts. It need not be settled yet."""
+        await self._record(TerminalDeclared(rollout_id=rollout_id, call_id=_text(call_id)))
+
+    async def seal(self, rollout_id: str, failure: Reason | None = None) -> Receipt:
+        """Close the record and testify to it. Later calls are refused; one that is still admitted rejects the rollout.
+
+        `failure` rejects it too, for a reason that the calls do not show.
+        """
+        event = RolloutSealed(rollout_id=rollout_id, failure=failure)
+        self._apply(event)
+        receipt = self.receipt(rollout_id)
+        await self._log.append(event)
+        return receipt
+
+    async def finalize(self, rollout_id: str, reason: Reason | None, detail: str = "") -> None:
+        """End a sealed rollout: verified (`reason` None), or rejected. Its record is forgotten."""
+        rollout = self._rollout(rollout_id)
+        if reason is None and receipts.build(rollout).rejections:
+            raise IllegalTransition(f"rollout {rollout_id!r}", f"{rollout.state} and rejected", "finalized as verified")
+        await self._record(RolloutFinalized(rollout_id=rollout_id, reason=reason, detail=_text(detail)))
+
+    async def abort(self, rollout_id: str, reason: str) -> Receipt:
+        """End an open or sealed rollout untrained. Its record is forgotten.
+
+        The receipt says what was staged for the rollout. A cancellation loses it, so shield this where that matters.
+        """
+        rollout = self._rollout(rollout_id)
+        event = RolloutAborted(rollout_id=rollout_id, reason=_text(reason))
+        self._apply(event)
+        receipt = receipts.build(rollout)
+        await self._log.append(event)
+        return receipt
+
+    # Calls
+
+    async def admit(self, rollout_id: str, fingerprint: Fingerprint) -> Admission:
+        """Take a call in, before it is generated. Whoever gets the admission must commit or fail it.
+
+        A cancellation leaves the call failed, since nobody learns its id.
+        """
+        rollout = self._rollout(rollout_id)
+        lineage, parent = rollout.locate(fingerprint)
+        call_id = ids.call_id(rollout_id, len(rollout.calls))
+        event = CallAdmitted(
+            rollout_id=rollout_id,
+            call_id=call_id,
+            parent_call_id=None if parent is None else parent.id,
+            lineage=lineage,
+            request=fingerprint.request,
+            messages=fingerprint.messages,
+        )
+        self._apply(event)
+        try:
+            await self._log.append(event)
+        except anyio.get_cancelled_exc_class():
+            await self.settle(call_id, CallFailure.CANCELLED, "cancelled during admission")
+            raise
+        return Admission(call_id=call_id, parent=None if parent is None else parent_coords(parent), lineage=lineage)
+
+    async def commit(self, call_id: str, reply: CallReply) -> None:
+        """The call's tokens are staged where `reply.coords` says. Only once this returns may the agent get the answer."""
+        rollout = self._rollout(ids.rollout_of(call_id))
+        await self._record(
+            CallCommitted(
+                rollout_id=rollout.id,
+                coords=reply.coords,
+                finish_reason=reply.finish_reason,
+                conversation=extend(rollout.call(call_id).request, reply.message),
+            )
+        )
+
+    async def fail(self, call_id: str, reason: CallFailure, detail: str) -> None:
+        """The call gets no answer."""
+        await self._record(
+            CallFailed(rollout_id=ids.rollout_of(call_id), call_id=call_id, reason=reason, detail=_text(detail))
+        )
+
+    async def settle(self, call_id: str, reason: CallFailure, detail: str) -> None:
+        """`fail`, to be used in clean-up: shielded and bounded.
+
+        A rollout that was closed meanwhile has the call on record as unsettled; then this does nothing.
+        """
+        with anyio.move_on_after(self._settle_timeout_s, shield=True):
+            with suppress(RolloutClosed, UnknownRollout):
+                await self.fail(call_id, reason, detail)
+
+    # Groups
+
+    async def dispatched(self, group_id: str, prompt_id: str, rollout_ids: Sequence[str], version: int) -> None:
+        """A prompt group is about to be played, its rollouts starting under weight `version`."""
+        for rollout_id in rollout_ids:
+            ids.check_rollout_id(rollout_id)
+        await self._record(
+            GroupDispatched(group_id=group_id, prompt_id=prompt_id, rollout_ids=tuple(rollout_ids), version=version)
+        )
+
+    async def committed(self, group_id: str) -> None:
+        """The group is ready: all of its rollouts are finished, the rows of the verified ones published."""
+        await self._record(GroupCommitted(group_id=group_id))
+
+    async def trained(self, group_id: str, step: int) -> None:
+        """A committed group was trained in optimizer step `step`: its end."""
+        await self._record(GroupTrained(group_id=group_id, step=step))
+
+    async def dropped(self, group_id: str, reason: str) -> None:
+        """The group cannot be trained: its end. No rollout of it may be running."""
+        await self._record(GroupDropped(group_id=group_id, reason=_text(reason)))
+
+    async def evicted(self, group_id: str, reason: str = "stale") -> None:
+        """The group grew too stale: its end. No rollout of it may be running."""
+        await self._record(GroupEvicted(group_id=group_id, reason=_text(reason)))
+
+    async def aborted(self, group_id: str, reason: str) -> None:
+        """The group is given up: its end. No rollout of it may be running."""
+        await self._record(GroupAborted(group_id=group_id, reason=_text(reason)))
+
+    async def checkpointed(self, step: int) -> None:
+        """The checkpoint of `step` holds the state up to here."""
+        await self._record(CheckpointMarked(step=step))
+
+    async def _record(self, event: Event) -> None:
+        self._apply(event)
+        await self._log.append(event)
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case RolloutOpened():
+                self._groups.opened(event.rollout_id, event.group_id)
+                self._rollouts[event.rollout_id] = Rollout(event)
+            case CallAdmitted() | CallCommitted() | CallFailed() | TerminalDeclared() | RolloutSealed():
+                self._rollout(event.rollout_id).apply(event)
+            case RolloutFinalized() | RolloutAborted():
+                self._rollout(event.rollout_id).apply(event)
+                del self._rollouts[event.rollout_id]
+                self._groups.finished(event.rollout_id, _stage(event))
+            case CheckpointMarked():
+                pass
+            case _:
+                self._groups.apply(event)
+
+    def _rollout(self, rollout_id: str) -> Rollout:
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            stage = self._groups.stage(rollout_id)
+            if stage is not None and stage.finished:
+                raise RolloutClosed(rollout_id, stage)
+            raise UnknownRollout(rollout_id)
+        return rollout
+
+
+def _stage(event: RolloutFinalized | RolloutAborted) -> Stage:
+    if isinstance(event, RolloutAborted):
+        return Stage.ABORTED
+    return Stage.VERIFIED if event.reason is None else Stage.REJECTED
+
+
+def _text(text: str) -> str:
+    # A lone surrogate, which an error's text may hold, has no UTF-8.
+    return text[:MAX_TEXT].encode(errors="replace").decode()

@@ -1,0 +1,68 @@
+"""Why a rollout is not trained, and why a call failed: every code there is, each with its meaning. The codes are stable."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+
+class _Code(StrEnum):
+    meaning: str
+
+    def __new__(cls, code: str, meaning: str) -> _Code:
+        member = str.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+
+class Reason(_Code):
+    """Why a rollout is rejected: its tokens cannot be proven to be what the agent's scored conversation was."""
+
+    NO_CALLS = "no_calls", "the rollout made no model call"
+    NOT_SEALED = "not_sealed", "the rollout is still open, so its record can still grow"
+    ABORTED = "aborted", "the controller gave the rollout up"
+    ROLLOUT_TIMEOUT = "rollout_timeout", "the rollout did not end within its deadline"
+    UNSETTLED_CALL = (
+        "unsettled_call",
+        "a call was admitted and neither committed nor failed before the rollout was sealed",
+    )
+    CALL_FAILED = "call_failed", "a call failed where the conversation may have been meant to end"
+    UNKNOWN_TERMINAL = "unknown_terminal", "the declared terminal is no call of this rollout"
+    AMBIGUOUS_TERMINAL = "ambiguous_terminal", "no terminal was declared and the calls do not single one out"
+
+    FOREIGN_CALL = "foreign_call", "the chain holds a call of another rollout"
+    BROKEN_CHAIN = "broken_chain", "the chain is not one conversation from its root to the terminal call"
+    EMPTY_GENERATION = "empty_generation", "a call in the chain generated no token"
+    WRONG_STAGING_KEY = "wrong_staging_key", "a staging key does not belong to its call and digest"
+    WRONG_EXTRAS_DIGEST = "wrong_extras_digest", "the weight spans or finish reason are not those that were captured"
+
+    MISSING_ROW = "missing_row", "a staged row of the chain is gone"
+    MALFORMED_ROW = "malformed_row", "a staged row has a column of the wrong shape or type, or a negative token id"
+    WRONG_LENGTH = "wrong_length", "a staged row is not as long as its call's delta"
+    WRONG_MASK = "wrong_mask", "a staged mask is not zeros on the prompt, then ones on the generated tokens"
+    BAD_LOGPROBS = "bad_logprobs", "a generated token's logprob is not finite or is positive, or a prompt token has one"
+    WRONG_VERSIONS = "wrong_versions", "the weight versions do not match the call's weight spans"
+    WRONG_CHAIN_HASH = "wrong_chain_hash", "the staged tokens do not extend the parent's chain hash to the recorded one"
+    WRONG_CUMULATIVE_HASH = "wrong_cumulative_hash", "the conversation's tokens do not hash to the recorded value"
+    WRONG_DIGEST = "wrong_digest", "a staged row does not hash to its call's digest"
+
+    NO_VALID_ROLLOUT = "no_valid_rollout", "no rollout of the group could be verified, so the group is dropped"
+
+
+class CallFailure(_Code):
+    """Why a call failed. A failed call was never answered, so no conversation can contain it."""
+
+    REFUSED = "refused", "the request itself is not acceptable (too long, malformed); nothing was sampled"
+    GENERATION_FAILED = "generation_failed", "the worker failed: generation, parsing, prefix check or staging"
+    TIMEOUT = "timeout", "no answer within the call's deadline"
+    CANCELLED = "cancelled", "the caller stopped waiting"
+    INVALID_COORDS = "invalid_coords", "the worker's answer contradicts the request or itself"
+
+
+class Rejection(Struct, frozen=True):
+    """A rollout's rejection, or a link's: the code for programs, the detail for people."""
+
+    reason: Reason
+    detail: str
