@@ -29,6 +29,10 @@ class Generation:
     weight_spans: tuple[WeightSpan, ...]
 
 
+class EngineDead(Exception):
+    """The engine failed or was closed; nothing runs in it any more. `__cause__` is what broke it."""
+
+
 class EngineStats(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     running: int
     waiting: int
@@ -40,6 +44,11 @@ class EngineStats(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Engine(Protocol):
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus completion, in tokens."""
@@ -53,7 +62,9 @@ class Engine(Protocol):
     async def generate(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> Generation:
         """Sample one completion. Cancelling the caller aborts the request; nothing of it stays in the engine.
 
-        The completion is cut at `max_model_len` (finish reason "length").
+        The completion is cut at `max_model_len` (finish reason "length"). Raises ValueError for a request that cannot be run
+        (a prompt that is empty, too long or out of the vocabulary; sampling that defines no distribution; an id that is
+        running), and EngineDead.
         """
         ...
 
