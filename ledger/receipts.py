@@ -9,11 +9,13 @@ rollout if it was admitted after the terminal call, unless that was declared or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
+from ledger.errors import IllegalTransition
+from ledger.events import RolloutEvent, RolloutOpened
 from ledger.links import Link, link_of
 from ledger.reasons import CallFailure, Reason, Rejection
 from ledger.rollout import Call, CallState, Rollout, RolloutState
@@ -68,6 +70,17 @@ def build(rollout: Rollout) -> Receipt:
         staging_keys=tuple(call.committed.staging_key for call in _committed(rollout)),
         orphans=tuple(call.id for call in rollout.calls if call.state in (CallState.FAILED, CallState.ABORTED)),
     )
+
+
+def rebuild(events: Iterable[RolloutEvent]) -> Receipt:
+    """The receipt that a rollout's events, read back from a log, testify to; an impossible sequence raises a LedgerError."""
+    first, *rest = events
+    if not isinstance(first, RolloutOpened):
+        raise IllegalTransition(f"rollout {first.rollout_id!r}", "not open", type(first).__name__)
+    rollout = Rollout(first)
+    for event in rest:
+        rollout.apply(event)
+    return build(rollout)
 
 
 def _committed(rollout: Rollout) -> list[Call]:
