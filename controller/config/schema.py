@@ -14,14 +14,14 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
-Seconds = Annotated[float, Meta(gt=0, description="seconds, a number > 0")]
+Seconds = Annotated[float, Meta(gt=0, le=1e7, description="seconds, a number > 0 and <= 1e7")]
 Folder = Annotated[str, Meta(min_length=1, description="a path")]
-Device = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$", description="cpu, cuda or cuda:<index>")]
+Device = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$", description="cpu, cuda or cuda:N")]
 
 
 class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     dir: Folder
-    """The run's folder: metrics, trace, report, checkpoints. Created; a finished run in it is an error unless resumed."""
+    """The run's folder: metrics, trace, report, checkpoints. An older run there is continued or moved aside (`--resume`)."""
     steps: PositiveInt
     """Optimizer steps to train."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
@@ -52,7 +52,7 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     sampler: Literal["windowed", "in_order"] = "windowed"
     """`windowed` trains the oldest ready groups within the staleness window; `in_order` trains each group at exactly the
     step it was dispatched for."""
-    over_sampling: Annotated[float, Meta(ge=1)] = 1.0
+    over_sampling: Annotated[float, Meta(ge=1, le=100)] = 1.0
     """`windowed` only: capacity as a multiple of groups_per_step * (max_staleness + 1), so that a slow group does not
     hold up a step. Surplus groups that grow too stale are evicted."""
     max_in_flight_groups: PositiveInt | None = None
@@ -111,13 +111,15 @@ class LossConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The clipped policy-gradient loss; formulas in `workers.training.api.LossSpec`."""
 
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """Mean over the step's tokens (DAPO), mean of each sequence's mean (GRPO), or sum over a constant length (Dr. GRPO)."""
+    """`token_mean`: mean over the step's tokens (DAPO). `sequence_mean`: mean of each sequence's mean (GRPO).
+    `sequence_sum`: mean over sequences of sums over a constant length (Dr. GRPO)."""
     clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: Positive = 0.28
     """The importance ratio is clipped above at 1 + clip_high."""
     old_logprobs: Literal["rollout", "policy"] = "rollout"
-    """The ratio's denominator: the sampler's logprobs, or the trainer's at the start of the step (one more forward pass)."""
+    """The ratio's denominator. `rollout`: the sampler's logprobs. `policy`: the trainer's at the start of the step, at
+    the cost of one more forward pass."""
     tis_cap: Positive | None = None
     """Truncated importance sampling between sampler and trainer: the cap of its weight. Needs old_logprobs: policy."""
     kl_coef: NonNegative = 0.0
@@ -143,8 +145,8 @@ class TrainingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class AdvantageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """How a group's rewards become advantages: minus the mean and over the deviation, minus the mean, minus the mean of
-    the others."""
+    """How rewards become advantages. `grpo`: less the group's mean, over its deviation. `dr_grpo`: less the mean.
+    `rloo`: less the mean of the others."""
 
 
 class DataPlaneConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -177,7 +179,7 @@ class WatchdogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     stall_after_s: Seconds = 900.0
     """No group committed and no step done for this long, while work remains, is a stall."""
     stall_action: Literal["warn", "abort"] = "abort"
-    """What a stall does: report what waits for what, or report it and end the run."""
+    """A stall reports what waits for what; `abort` then ends the run."""
 
 
 class WorkersConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,0 +1,204 @@
+"""What must hold between keys, and between the keys and this machine, checked before anything starts.
+
+Each rule is stated with its numbers filled in. Nothing is imported but light modules, nothing is written, no GPU is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from controller.config.figures import context_tokens, sampler_of
+from controller.config.load import check_values
+from controller.config.model_dir import ModelFacts, inspect_model
+from controller.config.problems import Problem
+from controller.config.schema import Config
+from controller.config.surroundings import environment, folders, kind_of, machine, model_folder
+
+
+class Findings(NamedTuple):
+    problems: tuple[Problem, ...]
+    """With any of these the run cannot start."""
+    warnings: tuple[Problem, ...]
+    model: ModelFacts | None
+    """None when the model directory cannot be read."""
+
+
+def check_config(config: Config) -> Findings:
+    """All problems and warnings of a configuration. Reads a few files: not for an event loop."""
+    problems = tuple(check_values(config))
+    if problems:
+        return Findings(problems, (), None)
+    path = Path(config.model.path)
+    model, faults = inspect_model(path) if kind_of(path) == "folder" else (None, [])
+    found = [
+        *model_folder(path, faults),
+        *environment(config.environment),
+        *_sampling(config),
+        *_signal(config),
+        *_context(config, model),
+        *_loss(config),
+        *_deadlines(config),
+        *folders(config, model),
+        *machine(config),
+    ]
+    return Findings(tuple(p for p in found if not p.warning), tuple(p for p in found if p.warning), model)
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.over_sampling > 1 and rollout.sampler != "windowed":
+        yield Problem(
+            path="rollout.over_sampling",
+            what=f"{rollout.over_sampling:g} with rollout.sampler {rollout.sampler}",
+            allowed="1 with in_order: a step trains exactly the groups dispatched for it, so none can be surplus",
+            remedy="remove it, or set rollout.sampler: windowed",
+        )
+    elif rollout.over_sampling > 1 and rollout.max_staleness == 0:
+        live = sampler_of(rollout).required_capacity()
+        yield Problem(
+            path="rollout.over_sampling",
+            what=f"{rollout.over_sampling:g} with rollout.max_staleness 0",
+            allowed=(
+                f"1 with max_staleness 0: of {live} groups a step trains {rollout.groups_per_step}, and the "
+                f"{live - rollout.groups_per_step} others are 1 step old for the next one, 1 > 0, so each is evicted"
+            ),
+            remedy="remove it, or set rollout.max_staleness: 1",
+        )
+    live = sampler_of(rollout).required_capacity()
+    if rollout.max_in_flight_groups is not None and rollout.max_in_flight_groups > live:
+        yield Problem(
+            path="rollout.max_in_flight_groups",
+            what=f"{rollout.max_in_flight_groups} has no effect: the sampler never holds more than {live} groups",
+            allowed=f"an integer from 1 to {live} (fewer than groups_per_step is fine: ready groups do not count)",
+            warning=True,
+        )
+
+
+def _signal(config: Config) -> Iterator[Problem]:
+    """What would leave every advantage at 0, or the importance ratio biased."""
+    rollout, estimator = config.rollout, config.advantage.estimator
+    if rollout.group_size < 2:
+        yield Problem(
+            path="rollout.group_size",
+            what=f"{rollout.group_size} with advantage.estimator {estimator}",
+            allowed=f">= 2 with {estimator}: the baseline is the group's other rollouts, so alone the advantage is 0",
+            remedy="set rollout.group_size: 8",
+        )
+    for key, greedy in (("temperature", rollout.temperature == 0), ("top_k", rollout.top_k == 1)):
+        if greedy:
+            yield Problem(
+                path=f"rollout.{key}",
+                what=f"{getattr(rollout, key):g} is greedy sampling, with advantage.estimator {estimator}",
+                allowed=(
+                    f"{'> 0' if key == 'temperature' else '0 (off) or > 1'}: all rollouts of a prompt "
+                    "would be equal, so each advantage is 0 and nothing is learned"
+                ),
+                remedy=f"set rollout.{key}: {1.0 if key == 'temperature' else 0}",
+            )
+    uses_sampler = config.training.loss.old_logprobs == "rollout" or config.training.loss.tis_cap is not None
+    if uses_sampler and (rollout.top_p < 1 or rollout.top_k > 1):
+        yield Problem(
+            path="rollout.top_p" if rollout.top_p < 1 else "rollout.top_k",
+            what=f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: the sampler's logprobs are of the cut distribution",
+            allowed="top_p 1 and top_k 0 where the ratio divides by them: the trainer's are of the whole vocabulary",
+            remedy="turn both off, or set training.loss.old_logprobs: policy without tis_cap",
+            warning=True,
+        )
+
+
+def _context(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
+    limit, wanted = model.context if model else None, config.generation.max_model_len
+    if limit is not None and wanted is not None and wanted > limit:
+        yield Problem(
+            path="generation.max_model_len",
+            what=f"{wanted} > {limit}",
+            allowed=f"<= {limit}: the positions that {config.model.path} was made for (its config.json)",
+            remedy=f"set generation.max_model_len: {limit}",
+        )
+    context = context_tokens(config, model)
+    if context is None:
+        if model is not None:
+            yield Problem(
+                path="generation.max_model_len",
+                what=f"is null, and the config.json of {config.model.path} does not say how long a sequence may be",
+                allowed="an integer >= 2 for this model",
+                remedy="set generation.max_model_len: 2048",
+            )
+        return
+    if config.rollout.max_tokens >= context:
+        yield Problem(
+            path="rollout.max_tokens",
+            what=f"{config.rollout.max_tokens} >= {context}",
+            allowed=f"< {context}, the tokens of a whole conversation: the prompt needs room too",
+            remedy=f"set rollout.max_tokens: {max(1, context // 2)}",
+        )
+    budget = config.training.max_tokens_per_microbatch
+    if budget < context:
+        yield Problem(
+            path="training.max_tokens_per_microbatch",
+            what=f"{budget} < {context}: a row may be that long, and then gets a pass of its own, over the budget",
+            allowed=f">= {context}, the tokens of a whole conversation",
+            remedy="raise it if memory allows, or lower generation.max_model_len",
+            warning=True,
+        )
+
+
+def _loss(config: Config) -> Iterator[Problem]:
+    loss, optimizer = config.training.loss, config.training.optimizer
+    if loss.tis_cap is not None and loss.old_logprobs != "policy":
+        yield Problem(
+            path="training.loss.tis_cap",
+            what=f"{loss.tis_cap:g} with training.loss.old_logprobs {loss.old_logprobs}",
+            allowed="null with old_logprobs rollout: the weight is policy over rollout logprobs, so it needs the policy's",
+            remedy="set training.loss.old_logprobs: policy, or remove tis_cap",
+        )
+    if optimizer.lr == 0:
+        yield Problem(
+            path="training.optimizer.lr",
+            what="0: the weights will not change",
+            allowed="a number > 0, unless this run is the control of an experiment",
+            warning=True,
+        )
+    if optimizer.warmup_steps > config.run.steps:
+        yield Problem(
+            path="training.optimizer.warmup_steps",
+            what=f"{optimizer.warmup_steps} > run.steps {config.run.steps}: the rate never reaches {optimizer.lr:g}",
+            allowed=f"<= {config.run.steps}",
+            warning=True,
+        )
+
+
+def _deadlines(config: Config) -> Iterator[Problem]:
+    rollout, stall = config.rollout, config.watchdog.stall_after_s
+    if rollout.call_timeout_s > rollout.timeout_s:
+        yield Problem(
+            path="rollout.call_timeout_s",
+            what=f"{rollout.call_timeout_s:g} > {rollout.timeout_s:g}",
+            allowed="<= rollout.timeout_s: a call is part of its rollout, so its own deadline would never be reached",
+            remedy="lower it, or raise rollout.timeout_s",
+        )
+    if config.watchdog.stall_action != "abort":
+        return
+    if stall <= rollout.call_timeout_s:
+        yield Problem(
+            path="watchdog.stall_after_s",
+            what=f"{stall:g} <= {rollout.call_timeout_s:g}",
+            allowed="> rollout.call_timeout_s: one healthy model call may take that long, and no group ends meanwhile",
+            remedy="raise it, lower rollout.call_timeout_s, or set watchdog.stall_action: warn",
+        )
+        return
+    waits = {
+        "rollout.timeout_s": rollout.timeout_s,
+        "training.step_timeout_s": config.training.step_timeout_s,
+        "weight_sync.timeout_s": config.weight_sync.timeout_s,
+    }
+    longest = max(waits, key=lambda key: waits[key])
+    if stall <= waits[longest]:
+        yield Problem(
+            path="watchdog.stall_after_s",
+            what=f"{stall:g} <= {waits[longest]:g}: a run that is slow, yet within its deadlines, may be ended as stalled",
+            allowed=f"> {longest}, so that a deadline passes first and names what it waited for",
+            warning=True,
+        )
