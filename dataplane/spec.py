@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import anyio.to_thread
 from msgspec import Struct
 
 from dataplane.plane import DataPlane
+
+if TYPE_CHECKING:
+    from dataplane.transferqueue import TransferQueuePlane
 
 
 class ServerAddress(Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +36,11 @@ async def connect(spec: PlaneSpec) -> DataPlane:
 
     Raises DataPlaneDown when the servers do not answer the handshake.
     """
+    plane = await anyio.to_thread.run_sync(_load)
+    return await plane.connect(spec)
+
+
+def _load() -> type[TransferQueuePlane]:
     from dataplane.transferqueue import TransferQueuePlane
 
-    return await TransferQueuePlane.connect(spec)
+    return TransferQueuePlane

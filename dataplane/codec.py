@@ -1,0 +1,71 @@
+"""Rows of numpy columns to and from TransferQueue's batches of jagged torch columns.
+
+Every batch carries a row-identity column: TransferQueue recycles its row numbers, so a row must be able to say whose it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from dataplane.errors import RowMismatch
+from dataplane.plane import Column, Row
+from dataplane.rows import RESERVED_PREFIX
+
+ROW_ID = f"{RESERVED_PREFIX}row_id"
+
+
+def pack(partition: str, rows: Mapping[str, Row]) -> TensorDict:
+    """A batch with one row per key, in their order, and the row identities. The rows must have passed `check_rows`.
+
+    Columns are jagged: TransferQueue then stores every row on its own, while of a dense column one surviving row would
+    keep the memory of the whole batch.
+    """
+    names = next(iter(rows.values()))
+    columns = {name: _jagged([row[name] for row in rows.values()]) for name in names}
+    columns[ROW_ID] = _jagged([np.array([row_id(partition, key)]) for key in rows])
+    return TensorDict(cast("dict[str, Any]", columns), batch_size=len(rows))
+
+
+def unpack(
+    partition: str, keys: Sequence[str], columns: Sequence[str], batch: TensorDict, dtypes: Mapping[str, torch.dtype]
+) -> list[dict[str, Column]]:
+    """The rows of a batch, in the order of `keys`, each array with memory of its own.
+
+    Raises RowMismatch unless the batch holds exactly these rows, with `columns` in `dtypes`.
+    """
+    found = {name: _split(partition, keys, name, batch.get(name, None), dtypes[name]) for name in (*columns, ROW_ID)}
+    wrong = [key for key, own in zip(keys, found[ROW_ID], strict=True) if own.tolist() != [row_id(partition, key)]]
+    if wrong:
+        raise RowMismatch("the plane returned another key's row", partition=partition, keys=wrong)
+    return [{name: found[name][i] for name in columns} for i in range(len(keys))]
+
+
+def row_id(partition: str, key: str) -> int:
+    """64 bits that identify a row: BLAKE2b of the partition's name (behind its length) and the key."""
+    name = partition.encode()
+    digest = hashlib.blake2b(len(name).to_bytes(8, "big") + name + key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _jagged(arrays: Sequence[Column]) -> torch.Tensor:
+    values = torch.from_numpy(np.concatenate(arrays))
+    return torch.nested.as_nested_tensor(list(values.split([len(array) for array in arrays])), layout=torch.jagged)
+
+
+def _split(partition: str, keys: Sequence[str], name: str, column: Any, dtype: torch.dtype) -> list[Column]:
+    if not isinstance(column, torch.Tensor) or not column.is_nested or column.layout != torch.jagged:
+        raise RowMismatch(f"column {name!r} came back incomplete", partition=partition, keys=keys)
+    if column.dtype != dtype or column.dim() != 2 or column.shape[0] != len(keys):
+        found = f"{column.shape[0]} rows of {column.dim() - 1}-D {column.dtype}"
+        expected = f"{len(keys)} rows of 1-D {dtype}"
+        raise RowMismatch(f"column {name!r} came back as {found}, not {expected}", partition=partition, keys=keys)
+    values: Column = column.values().numpy()
+    bounds: list[int] = cast("Any", column).offsets().tolist()
+    return [values[start:end].copy() for start, end in pairwise(bounds)]
