@@ -71,7 +71,7 @@ class ReplayBuffer:
         self._reservations = 0
         self._changed = anyio.Event()
         self.ended: Counter[GroupState] = Counter()
-        """Groups that ended, by end."""
+        """Dispatched groups that ended, by end."""
 
     @property
     def capacity(self) -> int:
@@ -162,7 +162,8 @@ class ReplayBuffer:
         if to in ENDS:
             del self._entries[group_id]
             self._permits.release_on_behalf_of(entry)
-            self.ended[to] += 1
+            if entry.group is not None:
+                self.ended[to] += 1
         self._notify()
         return entry
 

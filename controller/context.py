@@ -10,7 +10,6 @@ import msgspec
 
 from controller.config.schema import RolloutConfig
 from ledger.gate import Gate
-from ledger.ledger import Ledger
 from ledger.records import Message, Sampling
 from workers.environments.base import ChatAnswer
 
@@ -20,19 +19,16 @@ class BadMessages(Exception):
 
 
 class InLoopContext:
-    """One rollout's `RolloutContext`. Seeds derive from the run's seed and the call's place, so a rollout can be repeated."""
+    """One rollout's `RolloutContext`. Seeds derive from the run's seed and the call's place."""
 
-    def __init__(
-        self, rollout_id: str, *, gate: Gate, ledger: Ledger, sampling: RolloutConfig, seed: int, model_len: int
-    ) -> None:
+    def __init__(self, rollout_id: str, *, gate: Gate, sampling: RolloutConfig, seed: int) -> None:
         self._rollout_id = rollout_id
         self._gate = gate
-        self._ledger = ledger
         self._sampling = sampling
         self._seed = seed
-        self._model_len = model_len
         self._calls = 0
         self.terminal: str | None = None
+        """The call that the environment declared as the end."""
 
     @property
     def rollout_id(self) -> str:

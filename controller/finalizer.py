@@ -1,12 +1,13 @@
 """The finalizer group: turns played groups into verified training rows, or placeholders with a reason.
 
-Invariant: a row is published only from a sealed receipt whose every on-chain row was read back and verified; staged rows of a
-group are cleared only after the group is ready or dropped.
+Invariant: a row is published only from a sealed receipt whose every on-chain row was read back and verified; staged rows of
+a group are cleared only after the group is ready or dropped.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import anyio
@@ -53,6 +54,8 @@ class FinalizerGroup:
         self._timings: dict[str, float] = {}
         self.committed = 0
         """Groups that became ready."""
+        self.rejections: Counter[str] = Counter()
+        """Rollouts that could not be proven, by reason code."""
 
     def take_timings(self) -> dict[str, float]:
         """Seconds spent in fetch, verify, publish and clear since the last call."""
@@ -81,26 +84,35 @@ class FinalizerGroup:
             self._spent("publish", start)
         samples = [_sample(r, receipts[r.rollout_id], verdicts[r.rollout_id]) for r in request.rollouts]
         with anyio.CancelScope(shield=True):
+            self.rejections.update(str(s.reason) for s in samples if s.reason is not None)
             for sample in samples:
-                await self._ledger.finalize(sample.rollout_id, reason=sample.reason)
+                await self._ledger.finalize(sample.rollout_id, sample.reason, _detail(verdicts[sample.rollout_id]))
             if rows:
+                await self._ledger.committed(request.group_id)
                 self._buffer.commit_finalized(request.group_id, samples)
                 self.committed += 1
             else:
                 self._buffer.drop(request.group_id)
                 await self._ledger.dropped(request.group_id, reason=Reason.NO_VALID_ROLLOUT)
             start = time.monotonic()
-            staged = [key for receipt in receipts.values() for key in receipt.staging_keys]
-            await self._plane.clear(STAGING, staged)
+            await self._plane.clear(STAGING, await self._staged(list(receipts.values())))
             self._spent("clear", start)
+
+    async def _staged(self, receipts: Sequence[Receipt]) -> list[str]:
+        """All staging keys of a group, also those that a call without an answer may have staged."""
+        keys = [key for receipt in receipts for key in receipt.staging_keys]
+        for receipt in receipts:
+            for call_id in receipt.orphans:
+                keys += await self._plane.keys(STAGING, prefix=f"{call_id}-")
+        return keys
 
     async def _seal(self, rollout: PlayedRollout) -> Receipt:
         return await self._ledger.seal(rollout.rollout_id, failure=rollout.failure)
 
     async def _verify(self, receipts: Sequence[Receipt]) -> dict[str, Verdict]:
         """A verdict per rollout id. One batched read; what is missing fails only the rollouts that need it."""
-        verdicts: dict[str, Verdict] = {r.rollout_id: Rejection(r.reason, "") for r in receipts if r.reason is not None}
-        pending = [r for r in receipts if r.reason is None]
+        verdicts: dict[str, Verdict] = {r.rollout_id: r.rejections[0] for r in receipts if r.rejections}
+        pending: list[Receipt] = [r for r in receipts if not r.rejections]
         rows: dict[str, TokenDelta] = {}
         start = time.monotonic()
         while pending and not rows:
@@ -145,6 +157,10 @@ def _train_row(row: VerifiedRow) -> dict[str, Column]:
         "rollout_logprobs": row.rollout_logprobs,
         "weight_versions": row.weight_versions,
     }
+
+
+def _detail(verdict: Verdict) -> str:
+    return verdict.detail if isinstance(verdict, Rejection) else ""
 
 
 def _sample(rollout: PlayedRollout, receipt: Receipt, verdict: Verdict) -> TrainSample:

@@ -6,7 +6,7 @@ with its `WorkerDied`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -28,6 +28,7 @@ class Fleet:
         self._stopped: list[anyio.Event] = []
         self.died = anyio.Event()
         """Set when a worker has died."""
+        self.pids: list[int] = []
 
     async def start(self, module: str, *, name: str, spec: Struct) -> WorkerProcess:
         """Start `python -m module` and return once it is ready. Raises LaunchError."""
@@ -51,6 +52,7 @@ class Fleet:
                 stop_timeout_s=self._config.stop_timeout_s,
                 on_line=self._on_line,
             ) as worker:
+                self.pids.append(worker.pid)
                 task_status.started(worker)
                 await self._watch(worker)
         finally:
@@ -71,7 +73,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def open_fleet(config: WorkersConfig, on_line: Callable[[str, str], None]) -> AsyncIterator[Fleet]:
+async def open_fleet(config: WorkersConfig, on_line: Callable[[str, str], None]) -> AsyncGenerator[Fleet]:
     """A fleet whose workers are stopped when the scope is left, however it is left."""
     async with anyio.create_task_group() as tasks:
         fleet = Fleet(tasks, config, on_line)

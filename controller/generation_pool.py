@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import anyio
 
+from ledger.errors import CallRefused
 from ledger.records import CallReply, CallRequest
 from workers.generation.api import GENERATE, LOAD_WEIGHTS, LoadWeights, WeightsLoaded
 from workers.rpc.client import RpcClient
+from workers.rpc.errors import RemoteError
 
 
 class VersionMismatch(Exception):
@@ -27,7 +29,7 @@ class _Member:
 
 
 class GenerationPool:
-    """`call_timeout_s` is the deadline of one model call. `on_call(rollout_id, start_s, end_s)` is told of each call that ended."""
+    """`call_timeout_s` is the deadline of one model call. `on_call(rollout_id, start_s, end_s)` hears of each ended call."""
 
     def __init__(
         self,
@@ -47,9 +49,10 @@ class GenerationPool:
         return sum(m.outstanding for m in self._members)
 
     async def generate(self, request: CallRequest) -> CallReply:
-        """Run one call on the worker that has its prefix, else the least busy one. Raises the RPC's errors.
+        """Run one call on the worker that has its prefix, else the least busy one.
 
-        A cancellation aborts the call in its engine.
+        Raises CallRefused for a request that no worker can serve, else the RPC's errors. A cancellation aborts the call in
+        its engine.
         """
         home = self._home.get(request.rollout_id) if request.parent is not None else None
         member = home or min(self._members, key=lambda m: m.outstanding)
@@ -58,6 +61,10 @@ class GenerationPool:
         start = time.monotonic()
         try:
             return await member.client.call(GENERATE, request, timeout=self._call_timeout_s)
+        except RemoteError as e:
+            if e.failure.failure_class == "data":
+                raise CallRefused(e.failure.kind, e.failure.message) from e
+            raise
         finally:
             member.outstanding -= 1
             self._on_call(request.rollout_id, start, time.monotonic())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from controller.checkpoint import LATEST, ControllerState, latest, read_state
 from controller.config.schema import RunConfig
+from controller.locks import try_lock
 
 Resume: TypeAlias = Literal["auto", "never"] | Path
 """auto: continue the folder's latest checkpoint if it has one. never: start anew. A path: continue that checkpoint."""
@@ -24,7 +23,7 @@ class RunDirError(Exception):
 
 
 @contextmanager
-def open_run_dir(config: RunConfig, resume: Resume) -> Iterator[tuple[Path, Path | None]]:
+def open_run_dir(config: RunConfig, resume: Resume) -> Generator[tuple[Path, Path | None]]:
     """The run's folder, locked while inside, and the checkpoint to continue from (None: start anew).
 
     Blocking (file I/O). When a run starts anew where an older one left files, the old folder is renamed to `<dir>.<n>`.
@@ -65,7 +64,7 @@ def _check(config: RunConfig, checkpoint: Path, state: ControllerState) -> None:
     if state.step >= config.steps:
         raise RunDirError(
             f"the run in {config.dir} is finished: {checkpoint} is of step {state.step}, and run.steps is {config.steps}. "
-            "Set run.steps higher to train on, or use --resume never to start anew (the old folder is kept under another name)"
+            "Set run.steps higher to train on, or use --resume never to start anew (the old folder is renamed)"
         )
 
 
@@ -77,15 +76,8 @@ def _move_aside(folder: Path) -> None:
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunDirError(
-                f"another run is using {folder}; wait for it to end, or set run.dir to another folder"
-            ) from None
+def _lock(folder: Path) -> Generator[None]:
+    with try_lock(folder / ".lock") as held:
+        if not held:
+            raise RunDirError(f"another run is using {folder}; wait for it to end, or set run.dir to another folder")
         yield
-    finally:
-        os.close(fd)

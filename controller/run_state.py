@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from controller.buffer import ReplayBuffer
@@ -10,7 +10,7 @@ from controller.samplers import BufferView
 
 
 class RunState:
-    """`step` and `version` are written by the train pump, `exhausted` by the rollout pump. Each change wakes the buffer's waiters."""
+    """The train pump writes `step` and `version`, the rollout pump `exhausted`. Each change wakes the buffer's waiters."""
 
     def __init__(self, buffer: ReplayBuffer, *, step: int, last_step: int) -> None:
         self._buffer = buffer
@@ -27,7 +27,7 @@ class RunState:
         return self._holds > 0
 
     @contextmanager
-    def hold_dispatch(self) -> Iterator[None]:
+    def hold_dispatch(self) -> Generator[None]:
         """No group is dispatched inside; in-flight generation goes on. Holds nest."""
         self._holds += 1
         try:

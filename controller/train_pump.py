@@ -7,7 +7,7 @@ cleared before anything can cancel that. A cancellation before `finish_step` lea
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -70,7 +70,8 @@ class TrainPump:
         weight_sync: WeightSync,
         checkpoint: Callable[[], Awaitable[None]],
         checkpoint_every: int | None,
-        report: Callable[[TrainedStep], Awaitable[None]],
+        report: Callable[[TrainedStep], None],
+        after_step: Callable[[], Awaitable[None]],
         on_phase: Callable[[str, int, float, float], None],
         activities: Activities,
     ) -> None:
@@ -86,6 +87,7 @@ class TrainPump:
         self._checkpoint = checkpoint
         self._checkpoint_every = checkpoint_every
         self._report = report
+        self._after_step = after_step
         self._on_phase = on_phase
         self._activities = activities
 
@@ -126,13 +128,22 @@ class TrainPump:
                 for entry in groups:
                     await self._ledger.trained(entry.group_id, step=done.step)
                 await self._plane.clear(TRAIN, keys)
-        if self._state.step < self._state.last_step:
-            with self._phase("weight_sync", f"synchronising weights after step {done.step}", phases):
-                await self._weight_sync.sync(self._state.step)
-            if self._checkpoint_every is not None and self._state.step % self._checkpoint_every == 0:
-                with self._phase("checkpoint", f"writing the checkpoint of step {self._state.step}", phases):
-                    await self._checkpoint()
-        await self._report(done)
+        try:
+            await self._distribute(done)
+        finally:
+            # A step that was trained is reported, also when the run ends here.
+            self._report(done)
+        await self._after_step()
+
+    async def _distribute(self, done: TrainedStep) -> None:
+        """Bring the new weights to the engines, and to disk when it is time. The last step's are saved by the run's end."""
+        if self._state.step == self._state.last_step:
+            return
+        with self._phase("weight_sync", f"synchronising weights after step {done.step}", done.phases):
+            await self._weight_sync.sync(self._state.step)
+        if self._checkpoint_every is not None and self._state.step % self._checkpoint_every == 0:
+            with self._phase("checkpoint", f"writing the checkpoint of step {self._state.step}", done.phases):
+                await self._checkpoint()
 
     def _with_advantages(self, groups: Sequence[GroupEntry]) -> Samples:
         out: list[tuple[GroupEntry, TrainSample, float]] = []
@@ -179,7 +190,7 @@ class TrainPump:
             self._state.step_done()
 
     @contextmanager
-    def _phase(self, name: str, what: str, phases: dict[str, float]) -> Iterator[None]:
+    def _phase(self, name: str, what: str, phases: dict[str, float]) -> Generator[None]:
         step, start = self._state.step, time.monotonic()
         with self._activities.doing("train pump", what):
             try:

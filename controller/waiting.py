@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Activities:
         self._now: dict[str, Activity] = {}
 
     @contextmanager
-    def doing(self, part: str, what: str) -> Iterator[None]:
+    def doing(self, part: str, what: str) -> Generator[None]:
         """Mark `part` as doing `what` inside; the activity around it shows again afterwards."""
         before = self._now.get(part)
         self._now[part] = Activity(what, time.monotonic())

@@ -80,8 +80,7 @@ class BufferMachine(RuleBasedStateMachine):
         before = len(self.model)
         self.portal.call(go)
         if victim is not None:
-            del self.model[victim]
-            self.ended += 1
+            self.ended += self.model.pop(victim) is not GroupState.RESERVED
         got = [e.group_id for e in self.buffer.entries if e.group_id in ids]
         for group_id in got:
             self.model[group_id] = GroupState.RESERVED
@@ -121,8 +120,7 @@ class BufferMachine(RuleBasedStateMachine):
                 return
             self._apply(name, *args, **kwargs)
             if to in (GroupState.TRAINED, GroupState.EVICTED, GroupState.DROPPED, GroupState.ABORTED):
-                del self.model[group_id]
-                self.ended += 1
+                self.ended += self.model.pop(group_id) is not GroupState.RESERVED
                 with pytest.raises(IllegalTransition):
                     self._apply("abort", group_id)
                 return

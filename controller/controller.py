@@ -1,0 +1,233 @@
+"""A run as an async context manager: entering starts everything, leaving takes everything down.
+
+Invariant: when the scope is left, however it is left, no process that it started is alive and no row that it wrote is left.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.to_thread
+import msgspec
+from anyio.abc import ObjectSendStream, TaskGroup
+
+from controller.checkpoint import Checkpoints, read_state
+from controller.config.schema import Config
+from controller.first_error import first_error, lost_connection
+from controller.interrupts import Interrupted, open_interrupts
+from controller.machinery import Machinery, start_machinery
+from controller.observer import Observer, open_observer
+from controller.prompts import PromptSource
+from controller.reporting.frame import ProgressSnapshot
+from controller.reporting.step_report import StepReport
+from controller.reporting.summary import RunSummary
+from controller.run import Run
+from controller.run_dir import CHECKPOINTS, Resume, open_run_dir
+from controller.threads import in_thread
+from controller.watchdog import RunStalled
+from controller.wind_down import Status, WindDown
+from workers.environments.base import Environment, Prompt
+from workers.environments.registry import make_environment
+
+DEATH_NEWS_S = 3.0
+"""After a broken connection, how long to wait for the news that the process behind it has died."""
+SWITCH_INTERVAL_S = 0.001
+"""How soon a busy Python thread lets the loop run again; Python's own 5 ms add up to long stalls."""
+
+
+class Controller:
+    """One run: `async with Controller(config) as c:` and then either `await c.run()` or `async for step in c.steps()`.
+
+    `environment` and `prompts` replace what the configuration names; `prompts` must give the same order at every resume.
+    `on_step` is called after each step, and training goes on when it returns. In the main thread SIGINT and SIGTERM are
+    handled: the first stops the run at a checkpoint, the second ends the process. An error ends the run and is raised as
+    itself, not in a group.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        environment: Environment | None = None,
+        prompts: Iterator[Prompt] | None = None,
+        on_step: Callable[[StepReport], Awaitable[None] | None] | None = None,
+        resume: Resume = "auto",
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._prompts = prompts
+        self._on_step = on_step
+        self._resume: Resume = resume
+        self._hand_out: ObjectSendStream[StepReport] | None = None
+        self._run: Run | None = None
+        self._used = False
+        self.summary: RunSummary | None = None
+        """Set when the run has ended."""
+
+    async def __aenter__(self) -> Self:
+        self._began = time.monotonic()
+        try:
+            async with AsyncExitStack() as stack:
+                self._interrupts = await stack.enter_async_context(open_interrupts())
+                await self._start(stack)
+                self._stack = stack.pop_all()
+                return self
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        raise self._interrupted()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._interrupts.stop()
+        try:
+            swallowed = await self._stack.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        if swallowed:
+            raise self._interrupted()
+
+    async def run(self) -> RunSummary:
+        """Train to the last step, or until the prompts are used up, and wind everything down. Once per Controller.
+
+        After a signal it returns too, and the summary says so. Raises the first error of the run.
+        """
+        if self._run is None or self._used:
+            raise RuntimeError("call run() or steps() once, inside `async with Controller(...) as c:`")
+        self._used = True
+        status: Status = "finished"
+        reason = None
+        error: BaseException | None = None
+        try:
+            with self._interrupts.scope() as scope:
+                await self._run.pump()
+            if scope.cancelled_caught:
+                status = "interrupted"
+                reason = "the caller left" if self._interrupts.signal is None else self._interrupts.signal.name
+        except BaseException as e:
+            error = first_error(e)
+            if lost_connection(e):
+                # The fleet's own word on the process behind the connection says more.
+                with anyio.move_on_after(DEATH_NEWS_S, shield=True):
+                    await self._machinery.fleet.died.wait()
+            status = "stalled" if isinstance(error, RunStalled) else "failed"
+            reason = f"{type(error).__name__}: {error}"
+        wind_down = WindDown(self._config, self._run, self._machinery, self._observer, self._run_dir)
+        with anyio.CancelScope(shield=True):
+            self.summary = await wind_down.finish(status, reason, began=self._began)
+        if error is not None:
+            raise error
+        if wind_down.failure is not None:
+            raise wind_down.failure
+        assert self.summary is not None
+        return self.summary
+
+    async def steps(self) -> AsyncIterator[StepReport]:
+        """The run's steps, one report each; training goes on while the loop's body runs, by at most one step.
+
+        Leaving the loop early stops the run when the Controller's scope is left. `summary` is set when the loop has ended.
+        """
+        send, receive = anyio.create_memory_object_stream[StepReport](0)
+        self._hand_out = send
+        self._tasks.start_soon(self._run_to, send)
+        async with receive:
+            async for report in receive:
+                yield report
+
+    async def _run_to(self, reports: ObjectSendStream[StepReport]) -> None:
+        async with reports:
+            await self.run()
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        config = self._config
+        self._run_dir, checkpoint = await stack.enter_async_context(in_thread(open_run_dir(config.run, self._resume)))
+        resumed = None if checkpoint is None else await anyio.to_thread.run_sync(read_state, checkpoint)
+        await anyio.to_thread.run_sync(_write_config, self._run_dir, config)
+        self._observer: Observer = await stack.enter_async_context(
+            open_observer(
+                self._run_dir,
+                steps=config.run.steps,
+                first_step=0 if resumed is None else resumed.step,
+                snapshot=self._snapshot,
+            )
+        )
+        progress = self._observer.progress
+        environment, prompts = await anyio.to_thread.run_sync(self._make_environment)
+        self._machinery: Machinery = await stack.enter_async_context(
+            start_machinery(config, on_line=progress.worker_line, phase=progress.phase)
+        )
+        checkpoints = Checkpoints(
+            self._run_dir / CHECKPOINTS,
+            keep=config.checkpoint.keep,
+            trainer=self._machinery.trainer,
+            timeout_s=config.training.step_timeout_s,
+        )
+        if checkpoint is not None:
+            progress.phase(f"loading {checkpoint}")
+            await checkpoints.load(checkpoint)
+        self._run = Run(
+            config,
+            machinery=self._machinery,
+            environment=environment,
+            prompts=PromptSource(
+                prompts,
+                returned=() if resumed is None else resumed.pending,
+                skip=0 if resumed is None else resumed.drawn,
+            ),
+            observer=self._observer,
+            checkpoints=checkpoints,
+            resumed=resumed,
+            on_step=self._after_step,
+        )
+        if resumed is not None:
+            progress.phase(f"bringing the engines to weight version {resumed.step}")
+            await self._run.weight_sync.sync(resumed.step)
+        _quiet_interpreter(stack)
+        self._tasks: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
+        progress.phase(None)
+
+    def _make_environment(self) -> tuple[Environment, Iterator[Prompt]]:
+        settings = self._config.environment
+        environment = self._environment or make_environment(settings.name, settings.args)
+        return environment, self._prompts or environment.prompts(self._config.run.seed)
+
+    def _snapshot(self) -> ProgressSnapshot | None:
+        return None if self._run is None else self._run.snapshot()
+
+    async def _after_step(self, report: StepReport) -> None:
+        if self._on_step is not None:
+            outcome = self._on_step(report)
+            if inspect.isawaitable(outcome):
+                await outcome
+        if self._hand_out is not None:
+            try:
+                await self._hand_out.send(report)
+            except anyio.BrokenResourceError:
+                self._interrupts.stop()
+
+    def _interrupted(self) -> Interrupted:
+        assert self._interrupts.signal is not None
+        return Interrupted(self._interrupts.signal)
+
+
+def _quiet_interpreter(stack: AsyncExitStack) -> None:
+    """Keep the loop free, until `stack` is left: fast thread switches, and start-up's objects out of the collector's way."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stack.callback(sys.setswitchinterval, before)
+    gc.collect()
+    gc.freeze()
+    stack.callback(gc.unfreeze)
+
+
+def _write_config(run_dir: Path, config: Config) -> None:
+    (run_dir / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config)) + b"\n")

@@ -1,0 +1,131 @@
+"""The processes of a run: TransferQueue's servers, the training worker, the generation workers, and the ways to reach them.
+
+Invariant: when the scope is left no process of it is alive. Workers stop before the data plane does, so that the rows of
+workers that were still writing can be swept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+
+from controller.config.figures import weights_folder
+from controller.config.schema import Config
+from controller.fleet import Fleet, open_fleet
+from controller.specs import generation_spec, training_spec
+from controller.threads import in_thread
+from controller.weights_dir import open_weights_dir
+from dataplane.plane import DataPlane
+from dataplane.schema import STAGING, TRAIN
+from dataplane.servers import LocalServers, start_servers
+from dataplane.spec import PlaneSpec, connect
+from workers.generation.api import INFO, WorkerInfo
+from workers.launch import WorkerProcess
+from workers.rpc.client import RpcClient
+from workers.rpc.method import Empty
+
+
+class ModelMismatch(Exception):
+    """The generation workers disagree, or cannot hold what the configuration asks for."""
+
+
+@dataclass(frozen=True)
+class Machinery:
+    plane: DataPlane
+    fleet: Fleet
+    trainer: RpcClient
+    engines: tuple[RpcClient, ...]
+    max_model_len: int
+    """Longest conversation that every engine can hold, in tokens."""
+
+    async def sweep(self) -> dict[str, int]:
+        """Clear whatever is left in the run's partitions; rows found, by partition. To be called when no worker writes."""
+        found: dict[str, int] = {}
+        for partition in (STAGING, TRAIN):
+            keys = await self.plane.keys(partition)
+            found[partition] = len(keys)
+            await self.plane.clear(partition, keys)
+        return found
+
+
+@asynccontextmanager
+async def start_machinery(
+    config: Config, *, on_line: Callable[[str, str], None], phase: Callable[[str], None]
+) -> AsyncGenerator[Machinery]:
+    """Start everything and wait until it serves. `on_line(worker, line)` gets what workers print, `phase` what is being
+    done. Raises LaunchError, DataPlaneDown, ModelMismatch. A process that dies inside ends the scope with its own error."""
+    async with AsyncExitStack() as stack:
+        weights_dir = await stack.enter_async_context(in_thread(open_weights_dir(weights_folder(config))))
+        phase("starting the data plane")
+        servers = await stack.enter_async_context(
+            start_servers(
+                storage_units=config.dataplane.storage_units,
+                timeout_s=config.workers.start_timeout_s,
+                plane_timeout_s=config.dataplane.timeout_s,
+            )
+        )
+        await stack.enter_async_context(_watched(servers))
+        fleet = await stack.enter_async_context(open_fleet(config.workers, on_line))
+        names = [f"generation-{i}" for i in range(config.generation.workers)]
+        phase(f"starting workers: training, {', '.join(names)}")
+        started: dict[str, WorkerProcess] = {}
+        planes: list[DataPlane] = []
+
+        async def attach(spec: PlaneSpec) -> None:
+            planes.append(await connect(spec))
+
+        async def start(module: str, name: str) -> None:
+            spec = (
+                training_spec(config, servers.spec, weights_dir)
+                if module == "workers.training"
+                else generation_spec(config, servers.spec, names.index(name))
+            )
+            started[name] = await fleet.start(module, name=name, spec=spec)
+
+        try:
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(attach, servers.spec)
+                tg.start_soon(start, "workers.training", "training")
+                for name in names:
+                    tg.start_soon(start, "workers.generation", name)
+        finally:
+            for plane in planes:
+                stack.push_async_callback(_close, plane)
+        engines = tuple(started[name].client for name in names)
+        yield Machinery(
+            plane=planes[0],
+            fleet=fleet,
+            trainer=started["training"].client,
+            engines=engines,
+            max_model_len=await _model_len(config, engines),
+        )
+
+
+async def _model_len(config: Config, engines: tuple[RpcClient, ...]) -> int:
+    infos: list[WorkerInfo] = [await engine.call(INFO, Empty()) for engine in engines]
+    if len({(i.max_model_len, i.vocab_size) for i in infos}) > 1:
+        raise ModelMismatch(f"the generation workers serve different models: {infos}")
+    limit = infos[0].max_model_len
+    if config.rollout.max_tokens >= limit:
+        raise ModelMismatch(
+            f"rollout.max_tokens is {config.rollout.max_tokens}, but the engine holds {limit} tokens, prompt included: "
+            "lower rollout.max_tokens, or raise generation.max_model_len"
+        )
+    return limit
+
+
+@asynccontextmanager
+async def _watched(servers: LocalServers) -> AsyncGenerator[None]:
+    """The death of a server ends the scope with its error."""
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(servers.wait)
+        yield
+        tg.cancel_scope.cancel()
+
+
+async def _close(plane: DataPlane) -> None:
+    with anyio.CancelScope(shield=True):
+        await plane.aclose()

@@ -1,0 +1,51 @@
+"""What a person sees of a run, in one place: display, log, metrics, trace. Nothing here waits for a disk or a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from controller.reporting.frame import ProgressSnapshot
+from controller.reporting.log import logging_to
+from controller.reporting.metrics_log import MetricsLog
+from controller.reporting.progress import Progress
+from controller.reporting.step_report import StepReport
+from controller.reporting.trace import TraceLog
+from controller.reporting.writer import ReportWriter
+
+
+class Observer:
+    """Use `open_observer`."""
+
+    def __init__(self, writer: ReportWriter, progress: Progress, metrics: MetricsLog, trace: TraceLog) -> None:
+        self.writer = writer
+        self.progress = progress
+        self._metrics = metrics
+        self._trace = trace
+
+    def step(self, report: StepReport) -> None:
+        self._metrics.write(report)
+        self.progress.step(report)
+
+    def call(self, rollout_id: str, start_s: float, end_s: float) -> None:
+        """A model call, on `time.monotonic()`'s clock."""
+        self._trace.complete(rollout_id, "generate", start_s, end_s, "rollouts")
+
+    def phase(self, name: str, step: int, start_s: float, end_s: float) -> None:
+        """A phase of an optimizer step."""
+        track = "weight_sync" if name == "weight_sync" else "train"
+        self._trace.complete(name, name, start_s, end_s, track, {"step": step})
+
+
+@asynccontextmanager
+async def open_observer(
+    run_dir: Path, *, steps: int, first_step: int, snapshot: Callable[[], ProgressSnapshot | None]
+) -> AsyncGenerator[Observer]:
+    """Display and files of a run in `run_dir`; `first_step` steps were done before. Raises WriteFailed, OSError."""
+    async with ReportWriter().running() as writer:
+        metrics = await MetricsLog.open(writer, run_dir, resume_at=first_step)
+        trace = await TraceLog.open(writer, run_dir, resume=first_step > 0)
+        progress = Progress(name=run_dir.name, steps=steps, snapshot=snapshot, first_step=first_step)
+        async with logging_to(run_dir, progress.warning), progress.running():
+            yield Observer(writer, progress, metrics, trace)

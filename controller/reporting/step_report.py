@@ -1,0 +1,119 @@
+"""`StepReport`: all that is reported about one optimizer step, and one line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct, structs
+
+PHASES = ("wait_rollouts", "logprobs", "train", "clear", "weight_sync", "checkpoint")
+"""The parts of a step's wall time, in order."""
+
+
+class StepReport(Struct, frozen=True, kw_only=True):
+    """Numbers are finite or None (not measured): JSON has no NaN, and a plot no place for it. A NaN or infinity given here
+    becomes None (null in the file) and is named in `not_finite`. Other number types (numpy, torch scalars) become float."""
+
+    step: int
+    """Finished optimizer steps, this one included: the first is 1."""
+    time: float
+    """Unix time, s, at the end of the step."""
+    seconds: float
+    """Wall time since the previous step ended."""
+    reward_mean: float | None
+    """Over the step's rollouts, placeholders included: they were played and scored."""
+    reward_std: float | None
+    staleness_mean: float | None
+    """In optimizer steps, over trained rollouts: the trainer's version at training minus the oldest token's version."""
+    staleness_max: float | None
+    tokens_per_s: float | None
+    """Completion tokens trained / `seconds`."""
+    groups: int
+    rollouts: int
+    """Trained rollouts and placeholders."""
+    placeholders: int
+    completion_tokens: int
+    completion_length_mean: float | None
+    truncated_fraction: float | None
+    """Share of rollouts that ended at a length limit."""
+    zero_spread_groups: int
+    """Groups whose rewards are all equal, so that they teach nothing under a group baseline."""
+    phases: dict[str, float | None]
+    """Seconds by name of `PHASES`."""
+    counts: dict[str, int]
+    """Rollouts of the run so far: dispatched, trained, evicted, dropped, aborted, live."""
+    buffer: dict[str, int]
+    """Groups by state at the end of the step."""
+    trainer: dict[str, float | None]
+    """loss, grad_norm, lr, entropy, clip_fraction, kl_rollout, ... (see `workers.training.api.StepMetrics`)."""
+    environment: dict[str, float | None]
+    """Mean of each metric that the environment gave beside the reward."""
+    data_plane: dict[str, float | None]
+    """Seconds spent in fetch, verify, publish and clear."""
+    not_finite: tuple[str, ...] = ()
+    """Numbers that were NaN or infinite, such as `trainer/loss` of a run that has diverged. Found, not to be given."""
+
+    def __post_init__(self) -> None:
+        found = list(self.not_finite)
+        for name in _NUMBERS:
+            structs.force_setattr(self, name, _finite(getattr(self, name), name, found))
+        for name in _MAPPINGS:
+            mapping: Mapping[str, Any] = getattr(self, name)
+            finite = {key: _finite(value, f"{name}/{key}", found) for key, value in mapping.items()}
+            structs.force_setattr(self, name, finite)
+        structs.force_setattr(self, "not_finite", tuple(found))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Flat and finite, by the tag that TensorBoard shows; the part before the slash is its section."""
+        numbers: dict[str, float | None] = {
+            "reward/mean": self.reward_mean,
+            "reward/std": self.reward_std,
+            "staleness/mean": self.staleness_mean,
+            "staleness/max": self.staleness_max,
+            "throughput/tokens_per_s": self.tokens_per_s,
+            "throughput/completion_tokens": float(self.completion_tokens),
+            "completion/length_mean": self.completion_length_mean,
+            "completion/truncated_fraction": self.truncated_fraction,
+            "step/groups": float(self.groups),
+            "step/rollouts": float(self.rollouts),
+            "step/placeholders": float(self.placeholders),
+            "step/zero_spread_groups": float(self.zero_spread_groups),
+            "time/step": self.seconds,
+        }
+        sections: dict[str, Mapping[str, float | None]] = {
+            "time": self.phases,
+            "rollouts": self.counts,
+            "buffer": self.buffer,
+            "trainer": self.trainer,
+            "environment": self.environment,
+            "data_plane": self.data_plane,
+        }
+        for section, mapping in sections.items():
+            numbers.update({f"{section}/{name}": value for name, value in mapping.items()})
+        return {tag: float(value) for tag, value in numbers.items() if value is not None}
+
+
+_NUMBERS = (
+    "reward_mean",
+    "reward_std",
+    "staleness_mean",
+    "staleness_max",
+    "tokens_per_s",
+    "completion_length_mean",
+    "truncated_fraction",
+)
+_MAPPINGS = ("phases", "trainer", "environment", "data_plane")
+
+
+def _finite(value: Any, name: str, not_finite: list[str]) -> float | None:
+    """The value as a float; None, with its name added to `not_finite`, when it is NaN or infinite."""
+    if value is None:
+        return None
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    not_finite.append(name)
+    return None

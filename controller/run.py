@@ -1,0 +1,247 @@
+"""The loop itself: buffer, ledger, gate and pumps of one run, wired together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import anyio
+
+from controller.buffer import GroupState, ReplayBuffer
+from controller.checkpoint import Checkpoints, ControllerState
+from controller.config.figures import sampler_of
+from controller.config.schema import Config
+from controller.context import InLoopContext
+from controller.finalizer import FinalizerGroup
+from controller.generation_pool import GenerationPool
+from controller.machinery import Machinery
+from controller.observer import Observer
+from controller.prompts import PromptSource
+from controller.records import FinalizationRequest
+from controller.reporting.frame import ProgressSnapshot
+from controller.reporting.step_report import StepReport
+from controller.reporting.summary import Accounts
+from controller.rollout_pump import RolloutPump
+from controller.run_state import RunState
+from controller.step_summary import summarise
+from controller.train_pump import TrainedStep, TrainPump
+from controller.waiting import Activities
+from controller.watchdog import StallWatchdog
+from controller.weight_sync import WeightSync
+from ledger.errors import RolloutClosed, UnknownGroup, UnknownRollout
+from ledger.events import MemoryLog
+from ledger.gate import Gate
+from ledger.ledger import Ledger
+from workers.environments.base import Environment
+
+ENDS = ("trained", "evicted", "dropped", "aborted")
+
+
+class Run:
+    """`resumed` is the state of the checkpoint that the trainer has loaded; None begins at step 0."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        machinery: Machinery,
+        environment: Environment,
+        prompts: PromptSource,
+        observer: Observer,
+        checkpoints: Checkpoints,
+        resumed: ControllerState | None,
+        on_step: Callable[[StepReport], Awaitable[None]],
+    ) -> None:
+        self._config = config
+        self._machinery = machinery
+        self._prompts = prompts
+        self._observer = observer
+        self._checkpoints = checkpoints
+        self._on_step = on_step
+        self._before = {end: 0 if resumed is None else resumed.rollouts.get(end, 0) for end in ENDS}
+        self._first_group = 0 if resumed is None else resumed.next_group
+        sampler = sampler_of(config.rollout)
+        self.buffer = ReplayBuffer(sampler.required_capacity())
+        first_step = 0 if resumed is None else resumed.step
+        self.state = RunState(self.buffer, step=first_step, last_step=config.run.steps)
+        self.first_step = first_step
+        self.ledger = Ledger(MemoryLog())
+        self.activities = Activities()
+        self.pool = GenerationPool(
+            machinery.engines, call_timeout_s=config.rollout.call_timeout_s, on_call=observer.call
+        )
+        self._gate = Gate(
+            self.ledger,
+            self.pool.generate,
+            max_calls_per_rollout=config.rollout.max_calls,
+            call_timeout_s=config.rollout.call_timeout_s,
+        )
+        self.weight_sync = WeightSync(
+            trainer=machinery.trainer,
+            pool=self.pool,
+            state=self.state,
+            activities=self.activities,
+            timeout_s=config.weight_sync.timeout_s,
+        )
+        send, receive = anyio.create_memory_object_stream[FinalizationRequest](math.inf)
+        self._send = send
+        self.finalizers = FinalizerGroup(
+            requests=receive,
+            buffer=self.buffer,
+            ledger=self.ledger,
+            plane=machinery.plane,
+            activities=self.activities,
+            concurrency=config.finalizer.concurrency,
+        )
+        self._rollouts = RolloutPump(
+            config=config.rollout,
+            environment=environment,
+            prompts=prompts,
+            buffer=self.buffer,
+            state=self.state,
+            sampler=sampler,
+            ledger=self.ledger,
+            finalize=send,
+            make_context=self._context,
+            forget=self.pool.forget,
+            activities=self.activities,
+            first_group=self._first_group,
+        )
+        self._training = TrainPump(
+            training=config.training,
+            advantage=config.advantage,
+            buffer=self.buffer,
+            state=self.state,
+            sampler=sampler,
+            ledger=self.ledger,
+            plane=machinery.plane,
+            trainer=machinery.trainer,
+            weight_sync=self.weight_sync,
+            checkpoint=self.checkpoint,
+            checkpoint_every=config.checkpoint.every_steps,
+            report=self._report,
+            after_step=self._after_step,
+            on_phase=observer.phase,
+            activities=self.activities,
+        )
+        self._step_ended = time.monotonic()
+        self._last_report: StepReport | None = None
+
+    async def pump(self) -> None:
+        """Run until the last step is trained or the prompts are used up. The first error of any part ends all."""
+        watchdog = StallWatchdog(
+            stall_after_s=self._config.watchdog.stall_after_s,
+            action=self._config.watchdog.stall_action,
+            progress=lambda: (self.finalizers.committed, self.state.step),
+            activities=self.activities,
+            describe=self.describe,
+            warn=self._observer.progress.warning,
+        )
+        self._step_ended = time.monotonic()
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(self._rollouts.run)
+            tg.start_soon(self.finalizers.run)
+            tg.start_soon(watchdog.run)
+            await self._training.run()
+            tg.cancel_scope.cancel()
+
+    async def checkpoint(self) -> None:
+        """Write a checkpoint of the present step boundary. The controller's part is taken before anything is awaited."""
+        state = self._cut()
+        await self._observer.writer.flush()
+        await self._checkpoints.save(state)
+        await self.ledger.checkpointed(state.step)
+
+    async def end_live_groups(self, reason: str) -> None:
+        """End every group that is still live as aborted. To be called when the pumps have stopped."""
+        for entry in self.buffer.entries:
+            if entry.group is not None:
+                for rollout_id in entry.group.rollout_ids:
+                    with suppress(UnknownRollout, RolloutClosed):
+                        await self.ledger.abort(rollout_id, reason)
+                # Cancelled before its first step, a group was never put on record.
+                with suppress(UnknownGroup):
+                    await self.ledger.aborted(entry.group_id, reason)
+            self.buffer.abort(entry.group_id)
+
+    def totals(self) -> dict[str, int]:
+        """Rollouts since the run began, resumes included: dispatched, each end, and live."""
+        account = self.ledger.account
+        ends = {end: self._before[end] + getattr(account, end) for end in ENDS}
+        return {"dispatched": account.live + sum(ends.values()), **ends, "live": account.live}
+
+    def accounts(self) -> tuple[Accounts, Accounts]:
+        """Rollouts (of the whole run) and groups (of this process)."""
+        account, totals, ended = self.ledger.account, self.totals(), self.buffer.ended
+        rollouts = Accounts(
+            dispatched=sum(self._before.values()) + account.dispatched,
+            **{end: totals[end] for end in ENDS},
+            lost=account.lost,
+            duplicated=account.duplicated,
+        )
+        groups = Accounts(
+            dispatched=self._rollouts.next_group - self._first_group,
+            **{end: ended[GroupState(end)] for end in ENDS},
+        )
+        return rollouts, groups
+
+    def describe(self) -> str:
+        """One line for stall reports: where groups and calls are."""
+        groups = ", ".join(f"{n} {state}" for state, n in self.buffer.counts().items()) or "none"
+        held = "; dispatch is held" if self.state.dispatch_held else ""
+        return (
+            f"step {self.state.step} of {self.state.last_step}, weight version {self.state.version}{held}; "
+            f"groups: {groups}; {self.pool.outstanding} model calls in flight, {self._rollouts.playing} rollouts playing"
+        )
+
+    def snapshot(self) -> ProgressSnapshot:
+        calls = self.pool.outstanding
+        counts = self.buffer.counts()
+        activity = self.activities.now().get("train pump")
+        return ProgressSnapshot(
+            step=self.state.step,
+            activity="starting" if activity is None else activity.what,
+            activity_since=time.monotonic() if activity is None else activity.since,
+            rollouts={
+                "generating": calls,
+                "scoring": self._rollouts.playing - calls,
+                "finalizing": counts.get(GroupState.FINALIZING, 0) * self._config.rollout.group_size,
+            },
+            buffer=counts,
+            weight_version=self.state.version,
+        )
+
+    def _cut(self) -> ControllerState:
+        live = [e.group.prompt for e in self.buffer.entries if e.group is not None]
+        totals = self.totals()
+        return ControllerState(
+            step=self.state.step,
+            drawn=self._prompts.drawn,
+            pending=(*live, *self._prompts.held),
+            next_group=self._rollouts.next_group,
+            rollouts={end: totals[end] for end in ENDS},
+            seed=self._config.run.seed,
+        )
+
+    def _context(self, rollout_id: str) -> InLoopContext:
+        return InLoopContext(rollout_id, gate=self._gate, sampling=self._config.rollout, seed=self._config.run.seed)
+
+    def _report(self, done: TrainedStep) -> None:
+        now = time.monotonic()
+        report = summarise(
+            done,
+            seconds=now - self._step_ended,
+            counts=self.totals(),
+            buffer=self.buffer,
+            data_plane=self.finalizers.take_timings(),
+        )
+        self._step_ended = now
+        self._last_report = report
+        self._observer.step(report)
+
+    async def _after_step(self) -> None:
+        assert self._last_report is not None
+        with self.activities.doing("train pump", "waiting for the caller's step callback"):
+            await self._on_step(self._last_report)

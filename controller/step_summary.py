@@ -1,0 +1,67 @@
+"""Makes the report of a finished step from what the pumps know. The reward mean counts every rollout played."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from controller.buffer import ReplayBuffer
+from controller.records import TrainSample
+from controller.reporting.step_report import StepReport
+from controller.train_pump import TrainedStep
+
+
+def summarise(
+    done: TrainedStep,
+    *,
+    seconds: float,
+    counts: Mapping[str, int],
+    buffer: ReplayBuffer,
+    data_plane: Mapping[str, float],
+) -> StepReport:
+    """`seconds`: wall time since the previous step ended. `counts`: rollouts so far by end.
+
+    `data_plane`: seconds per phase of the finalizers since the previous step.
+    """
+    samples = [s for entry in done.groups for s in entry.samples]
+    trained = [s for s in samples if s.valid]
+    rewards = np.array([s.reward for s in samples])
+    staleness = np.array([done.step - s.oldest_version for s in trained])
+    tokens = sum(s.loss_tokens for s in trained)
+    spreads = [np.ptp([s.reward for s in e.samples if s.valid]) for e in done.groups]
+    trainer: dict[str, float | None] = {} if done.trainer is None else msgspec.structs.asdict(done.trainer)
+    return StepReport(
+        step=done.step + 1,
+        time=time.time(),
+        seconds=seconds,
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        staleness_mean=float(staleness.mean()),
+        staleness_max=float(staleness.max()),
+        tokens_per_s=tokens / seconds,
+        groups=len(done.groups),
+        rollouts=len(samples),
+        placeholders=len(samples) - len(trained),
+        completion_tokens=tokens,
+        completion_length_mean=tokens / len(trained),
+        truncated_fraction=sum(s.truncated for s in trained) / len(trained),
+        zero_spread_groups=sum(bool(spread == 0) for spread in spreads),
+        phases=dict(done.phases),
+        counts=dict(counts),
+        buffer=buffer.counts(),
+        trainer=trainer,
+        environment=_means(samples),
+        data_plane=dict(data_plane),
+    )
+
+
+def _means(samples: Sequence[TrainSample]) -> dict[str, float | None]:
+    """Mean of each environment metric over the rollouts that gave it."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: float(np.mean(v)) for name, v in values.items()}
