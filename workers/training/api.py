@@ -73,6 +73,8 @@ class BeginStep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     loss_tokens: int
     """Tokens with loss_mask 1 in all rows of the step."""
     sequences: int
+    restart: bool = False
+    """Abandon the step if it is open or broken: drop the gradients it has added up. Otherwise that is an error."""
 
 
 class TrainRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -154,10 +156,19 @@ class TrainerInfo(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 INFO = Method("info", Empty, TrainerInfo, timeout_s=30.0)
 LOGPROBS = Method("logprobs", RowKeys, Empty, timeout_s=600.0)
+"""Optional: what a microbatch needs and is not kept is computed then. Failure kinds: out_of_order (infra), row_gone (data),
+bad_row (data), data_plane_timeout (infra, retryable)."""
 BEGIN_STEP = Method("begin_step", BeginStep, Empty, timeout_s=60.0)
+"""Failure kind: out_of_order (infra)."""
 TRAIN_MICROBATCH = Method("train_microbatch", Microbatch, MicrobatchDone, timeout_s=600.0)
+"""Failure kinds: those of LOGPROBS, which leave the step open and this microbatch untrained; non_finite (data) or any
+other, which break the step. A caller that left cannot know: the microbatch, sent again, may be out_of_order as trained."""
 FINISH_STEP = Method("finish_step", FinishStep, StepMetrics, timeout_s=600.0)
+"""Refused (out_of_order) unless the microbatches had exactly the tokens and sequences that BEGIN_STEP announced."""
 PUBLISH_WEIGHTS = Method("publish_weights", Publish, Published, timeout_s=300.0)
+"""The weights of the last finished step. Failure kind: no_space (infra, retryable)."""
 SAVE = Method("save", StatePath, Empty, timeout_s=600.0)
-"""Model (a Hugging Face directory that any tool loads), optimizer state (safetensors) and step counter."""
+"""Model (a Hugging Face directory that any tool loads), optimizer state (safetensors) and step counter, as of the last
+finished step; an open step is left open. Failure kinds: bad_checkpoint (infra; the folder exists), no_space (infra)."""
 LOAD = Method("load", StatePath, TrainerInfo, timeout_s=600.0)
+"""Drops an open step. Failure kind: bad_checkpoint (infra), which leaves the trainer as it was."""

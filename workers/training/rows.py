@@ -1,0 +1,112 @@
+"""Rows from the data plane, checked against what the controller announced, as the tensors of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dataplane.plane import Column, DataPlane
+from dataplane.schema import TRAIN_COLUMNS
+from workers.training.errors import BadTrainRow
+
+DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "input_ids": np.dtype(np.int64),
+    "loss_mask": np.dtype(np.uint8),
+    "rollout_logprobs": np.dtype(np.float32),
+    "weight_versions": np.dtype(np.int64),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows, right-padded to T, and their N loss tokens in row order. A loss token has loss_mask 1."""
+
+    keys: tuple[str, ...]
+    input_ids: Tensor
+    """int64 [B, T]. Padding is token 0; causal attention never lets a real token see it."""
+    row: Tensor
+    """int64 [N]: the row of each loss token."""
+    position: Tensor
+    """int64 [N]: its position in the row, at least 1; it is predicted at `position - 1`."""
+    row_tokens: Tensor
+    """int64 [B]: loss tokens of each row."""
+    rollout_logprobs: Tensor
+    """float32 [N]: the sampler's."""
+
+    @property
+    def tokens(self) -> int:
+        return self.row.shape[0]
+
+
+async def fetch_rows(plane: DataPlane, partition: str, keys: Sequence[str]) -> list[dict[str, Column]]:
+    """Read the train columns of each key. Raises the plane's errors; a cancellation leaves nothing."""
+    return await plane.get(partition, keys, TRAIN_COLUMNS)
+
+
+def collate(
+    keys: Sequence[str],
+    rows: Sequence[Mapping[str, Column]],
+    *,
+    vocab_size: int,
+    device: torch.device,
+    lengths: Sequence[int] | None = None,
+) -> Batch:
+    """Check the rows and pad them. `lengths` are the announced ones. Raises BadTrainRow naming the key and what is wrong."""
+    for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
+        _check(key, row, vocab_size, None if lengths is None else lengths[i])
+    ids = np.zeros((len(rows), max(len(row["input_ids"]) for row in rows)), dtype=np.int64)
+    mask = np.zeros(ids.shape, dtype=bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row["input_ids"])] = row["input_ids"]
+        mask[i, : len(row["loss_mask"])] = row["loss_mask"]
+    row_index, position = np.nonzero(mask)
+    logprobs = np.concatenate([row["rollout_logprobs"][row["loss_mask"] == 1] for row in rows])
+    return Batch(
+        keys=tuple(keys),
+        input_ids=_tensor(ids, device),
+        row=_tensor(row_index, device),
+        position=_tensor(position, device),
+        row_tokens=_tensor(mask.sum(1), device),
+        rollout_logprobs=_tensor(logprobs, device),
+    )
+
+
+def split(rows: Sequence[Mapping[str, Column]], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of rows that share a forward pass, longest first: at most `max_tokens` padded tokens, or one row."""
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
+    while order:
+        fit = max(1, max_tokens // len(rows[order[0]]["input_ids"]))
+        yield order[:fit]
+        order = order[fit:]
+
+
+def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _check(key: str, row: Mapping[str, Column], vocab_size: int, length: int | None) -> None:
+    def bad(what: str) -> BadTrainRow:
+        return BadTrainRow(f"row {key!r}: {what}")
+
+    for name, dtype in DTYPES.items():
+        if row[name].dtype != dtype or row[name].ndim != 1:
+            raise bad(f"{name} is {row[name].dtype} with {row[name].ndim} dimension(s), not 1-D {dtype}")
+    lengths = {name: len(row[name]) for name in DTYPES}
+    if len(set(lengths.values())) > 1:
+        raise bad(f"its columns differ in length: {lengths}")
+    if length is not None and lengths["input_ids"] != length:
+        raise bad(f"it has {lengths['input_ids']} tokens, {length} were announced")
+    ids, mask = row["input_ids"], row["loss_mask"]
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise bad(f"token ids go from {ids.min()} to {ids.max()}; the model has 0 to {vocab_size - 1}")
+    if mask.max() > 1:
+        raise bad(f"loss_mask holds {mask.max()}; it may hold 0 and 1")
+    if mask[0]:
+        raise bad("loss_mask marks the first token, which nothing predicts")
+    if not np.isfinite(row["rollout_logprobs"][mask == 1]).all():
+        raise bad("rollout_logprobs has a value that is not finite")
