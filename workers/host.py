@@ -27,7 +27,9 @@ import gc
 import importlib.util
 import logging
 import os
+import resource
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -52,6 +54,7 @@ Serve = Callable[[Spec, RpcServer], AbstractAsyncContextManager[None]]
 
 GONE_GRACE_S = 2.0
 """From the launcher's end to the worker's kill."""
+_MAX_OPEN_FILES = 65536
 _MAX_MESSAGE_CHARS = 4000
 """A report must fit into the pipe (64 KiB), so that writing it cannot block."""
 
@@ -78,11 +81,14 @@ def run_worker(spec_type: type[Spec], serve: Serve[Spec]) -> NoReturn:
     faulthandler.register(signal.SIGUSR1)
     # A thread that holds the GIL in Python code delays the loop by one interval; the default is 5 ms.
     sys.setswitchinterval(0.001)
+    # A call in flight holds a connection; the usual limit of 1024 is near.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, _MAX_OPEN_FILES), most))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     assignment = _read_assignment()
     os.set_inheritable(assignment.report_fd, False)
     uvloop = importlib.util.find_spec("uvloop") is not None
-    lifeline = _Lifeline(assignment.launcher_pid)
+    lifeline = _Lifeline(assignment.launcher_pid, assignment.folder)
 
     async def live() -> int:
         return await _Host(assignment, spec_type, serve, lifeline).run()
@@ -91,7 +97,7 @@ def run_worker(spec_type: type[Spec], serve: Serve[Spec]) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     if lifeline.launcher_gone:
-        _kill_group()
+        lifeline.end_process()
     # Not sys.exit: joining a thread that hangs in native code would keep the process, and its memory, until it is killed.
     os._exit(status)
 
@@ -163,8 +169,9 @@ class _Lifeline:
     end of the launcher's process (which only Linux shows).
     """
 
-    def __init__(self, launcher_pid: int) -> None:
+    def __init__(self, launcher_pid: int, folder: str) -> None:
         self._launcher_pid = launcher_pid
+        self._folder = folder
         self.launcher_gone = False
 
     def start(self, *, on_gone: Callable[[], object]) -> None:
@@ -176,7 +183,14 @@ class _Lifeline:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             on_gone()
         time.sleep(GONE_GRACE_S)
-        _kill_group()
+        self.end_process()
+
+    def end_process(self) -> NoReturn:
+        """Do what the launcher can no longer do: remove the socket's folder, and kill all that this process started."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -192,13 +206,6 @@ class _Lifeline:
             for fd, _ in poll.poll():
                 if fd != 0 or not os.read(0, 65536):
                     return
-
-
-def _kill_group() -> NoReturn:
-    """End this process and, when it leads its group as launched workers do, all that it started."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
 
 
 def _read_assignment() -> Assignment:

@@ -32,7 +32,7 @@ from workers.process import ChildProcess, child_process
 from workers.rpc.client import RpcClient
 from workers.startup import MAX_LINE_BYTES, Assignment, Ready, StartFailed, encode_line
 
-_MAX_DIR_BYTES = 100
+_MAX_FOLDER_BYTES = 100
 """A unix socket's path has at most 107 bytes."""
 _CLOSE_S = 2.0
 
@@ -116,7 +116,7 @@ async def launch(
     log = logging.getLogger(f"worker.{name}")
     with _pipe() as (report, child_end):
         async with (
-            _socket_dir() as directory,
+            _socket_folder() as folder,
             child_process(
                 [sys.executable, "-m", module],
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
@@ -127,10 +127,11 @@ async def launch(
         ):
             assignment = Assignment(
                 name=name,
-                address=f"unix:{directory}/rpc",
+                address=f"unix:{folder}/rpc",
                 token=secrets.token_urlsafe(32),
                 report_fd=child_end.fileno(),
                 launcher_pid=os.getpid(),
+                folder=folder,
                 spec=msgspec.Raw(msgspec.json.encode(spec)),
             )
             child_end.close()  # so that the pipe ends with the child
@@ -191,8 +192,8 @@ def _pipe() -> Generator[tuple[FileIO, FileIO]]:
 
 
 @asynccontextmanager
-async def _socket_dir() -> AsyncGenerator[str]:
-    path = await anyio.to_thread.run_sync(_make_socket_dir)
+async def _socket_folder() -> AsyncGenerator[str]:
+    path = await anyio.to_thread.run_sync(_make_socket_folder)
     try:
         yield path
     finally:
@@ -200,10 +201,10 @@ async def _socket_dir() -> AsyncGenerator[str]:
             await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
 
 
-def _make_socket_dir() -> str:
+def _make_socket_folder() -> str:
     """A folder of mode 0700 whose path is short enough for a unix socket's."""
     path = tempfile.mkdtemp(prefix="monoloop-")
-    if len(os.fsencode(path)) <= _MAX_DIR_BYTES:
+    if len(os.fsencode(path)) <= _MAX_FOLDER_BYTES:
         return path
     os.rmdir(path)  # noqa: PTH106
     return tempfile.mkdtemp(prefix="monoloop-", dir="/tmp")

@@ -46,7 +46,8 @@ class ChildProcess:
         self._exited = anyio.Event()
         self._drained = anyio.Event()
         self._status = 0
-        self._supervision = anyio.CancelScope(shield=True)
+        self._reaping = anyio.CancelScope(shield=True)
+        self._forwarding = anyio.CancelScope(shield=True)
         self.pid = popen.pid
 
     @property
@@ -89,19 +90,18 @@ class ChildProcess:
             return
         logger.error("process %d hangs in the kernel after SIGKILL; left behind", self.pid)
 
-    async def supervise(self) -> None:
-        """Forward the output and reap the child until `end_supervision`: no cancellation may leave the child unwatched."""
-        with self._supervision:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._reap)
-                tasks.start_soon(self._forward_output)
+    async def reap(self) -> None:
+        """Wait for the exit, kill the rest of the group, and free the process. Deaf to cancellation, as `stop` needs it."""
+        with self._reaping:
+            await anyio.wait_readable(self._pidfd)
+            self._kill_group()
+            self._status = self._popen.wait()
+            self._exited.set()
 
-    async def _reap(self) -> None:
-        """Wait for the exit, kill what is left of the group, and free the process."""
-        await anyio.wait_readable(self._pidfd)
-        self._kill_group()
-        self._status = self._popen.wait()
-        self._exited.set()
+    async def forward_output(self) -> None:
+        """Hand out the lines until the pipe ends. Deaf to cancellation, so that the last ones are not lost."""
+        with self._forwarding:
+            await self._forward_output()
 
     async def _forward_output(self) -> None:
         os.set_blocking(self._stdout.fileno(), False)
@@ -120,8 +120,10 @@ class ChildProcess:
             if not part:
                 self._drained.set()
 
-    def end_supervision(self) -> None:
-        self._supervision.cancel()
+    def abandon(self) -> None:
+        """End `reap` and `forward_output` if they still wait: for a process that hangs, or a pipe that another holds."""
+        self._reaping.cancel()
+        self._forwarding.cancel()
 
     def close(self) -> None:
         self._stdin.close()
@@ -156,7 +158,8 @@ async def child_process(
     failure: Exception | None = None
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(child.supervise)
+            tasks.start_soon(child.reap)
+            tasks.start_soon(child.forward_output)
             try:
                 yield child
             except Exception as error:
@@ -164,7 +167,7 @@ async def child_process(
             finally:
                 with anyio.CancelScope(shield=True):
                     await child.stop(stop_timeout_s)
-                child.end_supervision()
+                child.abandon()
     finally:
         child.close()
     if failure is not None:

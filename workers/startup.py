@@ -20,6 +20,8 @@ class Assignment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     token: str
     report_fd: int
     launcher_pid: int
+    folder: str
+    """Holds the socket. The launcher removes it; when the launcher is gone, the worker does."""
     spec: msgspec.Raw
     """The worker's own spec, in JSON."""
 

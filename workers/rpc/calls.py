@@ -7,6 +7,7 @@ then is unknown, so it is not run again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -34,13 +35,17 @@ class IdReused(Exception):
 
 
 class _Call:
-    def __init__(self, fingerprint: bytes) -> None:
+    def __init__(self, fingerprint: bytes, where: str) -> None:
         self.fingerprint = fingerprint
+        self.where = where
         self.scope = anyio.CancelScope()
         self.done = anyio.Event()
         self.waiters = 0
         self.answer: Answer | None = None
         self.finished_at = 0.0
+
+    def cancelled(self, status: Status, message: str) -> Answer:
+        return Answer.failure(status, Failure(kind="cancelled", message=message, where=self.where))
 
 
 class Calls:
@@ -63,15 +68,17 @@ class Calls:
         """Handlers running now, those still cleaning up after a cancellation included."""
         return len(self._running)
 
-    async def run(self, request_id: str, fingerprint: bytes, work: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def run(
+        self, request_id: str, fingerprint: bytes, where: str, work: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
         """Return `work`'s answer, running it unless `request_id` is known. `work` must not raise.
 
-        `fingerprint` identifies method and body. Raises `IdReused` when the id is known with another one. Cancellation
-        leaves the handler running only if another caller waits for the same id.
+        `fingerprint` identifies method and body; `where` names worker and method in failures. Raises `IdReused` when the
+        id is known with another fingerprint. Cancellation leaves the handler running only if another caller waits for it.
         """
         call = self._running.get(request_id) or self._kept.get(request_id)
         if call is None:
-            call = self._running[request_id] = _Call(fingerprint)
+            call = self._running[request_id] = _Call(fingerprint, where)
             self._tasks.start_soon(self._execute, request_id, call, work)
         elif call.fingerprint != fingerprint:
             raise IdReused(f"request id {request_id!r} was used for another request")
@@ -88,10 +95,21 @@ class Calls:
     async def _execute(self, request_id: str, call: _Call, work: Callable[[], Awaitable[Answer]]) -> None:
         try:
             with call.scope:
-                call.answer = await work()
+                try:
+                    call.answer = await work()
+                except anyio.get_cancelled_exc_class():
+                    if anyio.current_effective_deadline() == -math.inf:
+                        raise
+                    # Nobody cancelled this task: the handler awaited something that was, and the error would end the
+                    # task group, and with it the server, without a word.
+                    call.answer = call.cancelled(Status.FAILED, "the handler awaited something that was cancelled")
+            if call.answer is None:
+                call.answer = call.cancelled(
+                    Status.FAILED, "an earlier attempt was cancelled when its caller left; its effect is unknown"
+                )
         finally:
             if call.answer is None:
-                call.answer = _left() if call.scope.cancel_called else _stopping()
+                call.answer = call.cancelled(Status.GONE, "the worker cancelled the call, as it is stopping")
             del self._running[request_id]
             self._keep(request_id, call)
             call.done.set()
@@ -112,19 +130,3 @@ class Calls:
             del self._kept[oldest_id]
             assert oldest.answer is not None
             self._kept_bytes -= len(oldest.answer.body)
-
-
-def _left() -> Answer:
-    return Answer.failure(
-        Status.FAILED,
-        Failure(
-            kind="cancelled", message="an earlier attempt was cancelled when its caller left; its effect is unknown"
-        ),
-    )
-
-
-def _stopping() -> Answer:
-    return Answer.failure(
-        Status.GONE,
-        Failure(kind="stopping", message="the worker cancelled the call, as it is stopping", retryable=True),
-    )

@@ -101,7 +101,8 @@ class RpcClient:
                 received = not isinstance(error, aiohttp.ClientConnectorError)
                 repeatable = self._instance is not None or not received
                 if pause is None or self._closed or not repeatable:
-                    raise WorkerUnreachable(f"{self.name}: {name}: {error!r} at {self._address}") from error
+                    reason = f"{type(error).__name__}: {error}"
+                    raise WorkerUnreachable(f"{self.name}: {name}: {reason} (at {self._address})") from error
                 if received and self._instance is not None:
                     headers[wire.INSTANCE] = self._instance
             except aiohttp.ClientError as error:

@@ -133,7 +133,9 @@ class RpcServer:
             body = await _read(request, self._max_bytes)
             fingerprint = hashlib.blake2b(body, digest_size=16, person=name[:16].encode()).digest()
             try:
-                return await self._calls.run(request_id, fingerprint, partial(self._handle, route, body))
+                return await self._calls.run(
+                    request_id, fingerprint, self._where(name), partial(self._handle, route, body)
+                )
             except IdReused as error:
                 raise _BadMessage(str(error)) from error
         return self._failure(Status.DEADLINE, name, "deadline", f"not done within {seconds:g} s")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -23,7 +24,6 @@ from workers.rpc.server import RpcServer
 
 class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fault: str = ""
-    seconds: float = 0.0
     pid_file: str = ""
     """Where the pid of a grandchild is written."""
     padding: str = ""
@@ -37,6 +37,7 @@ DOUBLE = Method("double", Number, Number, timeout_s=30.0)
 SLEEP = Method("sleep", Empty, Empty, timeout_s=30.0)
 EXIT = Method("exit", Number, Empty, timeout_s=30.0)
 WEDGE = Method("wedge", Empty, Empty, timeout_s=30.0)
+BREAK = Method("break", Empty, Empty, timeout_s=30.0)
 IGNORES_SIGTERM = Method("ignores_sigterm", Empty, Empty, timeout_s=30.0)
 
 
@@ -66,6 +67,14 @@ async def ignores_sigterm(request: Empty) -> Empty:
     return request
 
 
+def garble_report() -> None:
+    """Write to every open pipe above stderr, which the report pipe is one of."""
+    for fd in range(3, 50):
+        with suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                os.write(fd, b"Loading weights: 100%\n")
+
+
 def spawn_grandchild(pid_file: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
     Path(pid_file).write_text(str(child.pid))
@@ -78,6 +87,7 @@ async def serve(spec: Spec, server: RpcServer) -> AsyncGenerator[None]:
     server.register(EXIT, exit_with)
     server.register(WEDGE, wedge)
     server.register(IGNORES_SIGTERM, ignores_sigterm)
+    print(f"greeting: {os.environ.get('GREETING', '')}")
     match spec.fault:
         case "raises":
             raise RuntimeError("the model is not there")
@@ -86,6 +96,10 @@ async def serve(spec: Spec, server: RpcServer) -> AsyncGenerator[None]:
         case "exits":
             print("last words")
             os._exit(3)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "garbles_report":
+            garble_report()
         case "never_ready":
             await anyio.sleep_forever()
         case "blocks_at_start":
@@ -96,19 +110,24 @@ async def serve(spec: Spec, server: RpcServer) -> AsyncGenerator[None]:
             threading.Thread(target=time.sleep, args=(10_000,)).start()
         case _:
             pass
+    broken = anyio.Event()
+
+    async def break_(request: Empty) -> Empty:
+        broken.set()
+        return request
+
+    async def fail_when_broken() -> None:
+        await broken.wait()
+        raise ValueError("the engine broke")
+
+    server.register(BREAK, break_)
     try:
         async with anyio.create_task_group() as tasks:
-            if spec.fault == "fails_later":
-                tasks.start_soon(fail_later, spec.seconds)
+            tasks.start_soon(fail_when_broken)
             yield
             tasks.cancel_scope.cancel()
     finally:
         print("closed")
-
-
-async def fail_later(seconds: float) -> None:
-    await anyio.sleep(seconds)
-    raise ValueError("the engine broke")
 
 
 if __name__ == "__main__":
