@@ -183,14 +183,18 @@ def _entropy(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
 
 
 def _stability(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
-    from matplotlib.ticker import LogFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     norm = _series(reports, lambda r: r.trainer.get("grad_norm"))
     axes.plot(steps, norm, color=_RED, linewidth=1.2, marker="o", markersize=_marker(steps))
-    if np.nanmin(norm, initial=np.inf) > 0 and np.isfinite(norm).any():
+    lowest, highest = np.nanmin(norm, initial=np.inf), np.nanmax(norm, initial=0.0)
+    if 0 < 8 * lowest < highest:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0)
     diverged = [report.step for report in reports if report.not_finite]
     for index, step in enumerate(diverged):
         axes.axvline(step, color=_INK, linewidth=1, linestyle=":", label=None if index else "not finite")
