@@ -7,8 +7,9 @@ import anyio.lowlevel
 import pytest
 from msgspec.structs import replace
 
-from ledger.errors import CallFailedError, CallRefused, RolloutClosed, TooManyCalls
+from ledger.errors import CallFailedError, CallRefused, IllegalTransition, RolloutClosed, TooManyCalls
 from ledger.events import CallAdmitted, CallCommitted, CallFailed, Event, MemoryLog
+from ledger.lineage import fingerprint
 from ledger.reasons import CallFailure, Reason
 from ledger.records import CallReply, CallRequest, WeightSpan
 from ledger.verify import VerifiedRow
@@ -353,3 +354,14 @@ async def test_parallel_conversations_of_one_rollout_do_not_mix():
     row = await rig.result()
     assert isinstance(row, VerifiedRow)
     assert row.input_ids.tolist() == rig.worker.tokens[terminals[1]]
+
+
+async def test_a_call_cannot_be_committed_under_another_parent_than_it_was_admitted_with():
+    rig = await started()
+    (first,) = await rig.turns("a")
+    admission = await rig.ledger.admit("g0.0", fingerprint([user("b")]))
+    coords = replace(first.coords, call_id=admission.call_id, parent_call_id=first.coords.call_id)
+    with pytest.raises(IllegalTransition, match="another parent"):
+        await rig.ledger.commit(admission.call_id, replace(first, coords=coords))
+    with pytest.raises(IllegalTransition, match="committed"):
+        await rig.ledger.commit(admission.call_id, first)
