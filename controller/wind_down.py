@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from controller.config.schema import Config
 from controller.machinery import Machinery
@@ -77,7 +78,7 @@ class WindDown:
             steps=self._run.state.step,
             planned_steps=self._config.run.steps,
             seconds=time.monotonic() - began,
-            rollouts=rollouts,
+            **msgspec.structs.asdict(rollouts),
             groups=groups,
             drop_reasons=dict(self._run.finalizers.rejections),
             rows_left=rows_left,
@@ -89,7 +90,7 @@ class WindDown:
         )
         with self._part("writing the summary"):
             await write_summary(self._run_dir, summary)
-        self._observer.progress.note(format_summary(summary, self._run_dir))
+        self._observer.progress.farewell(format_summary(summary, self._run_dir))
         return summary
 
     async def _sweep(self, status: Status) -> dict[str, int]:

@@ -43,7 +43,9 @@ class Accounts(Struct, frozen=True, kw_only=True):
         return self.unaccounted == 0 and self.lost == 0 and self.duplicated == 0
 
 
-class RunSummary(Struct, frozen=True, kw_only=True):
+class RunSummary(Accounts, frozen=True, kw_only=True):
+    """The account of the run's rollouts (of all its processes, when it was resumed), and what else is to be known of its end."""
+
     name: str
     status: Literal["finished", "interrupted", "failed", "stalled"]
     reason: str | None
@@ -53,10 +55,10 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     planned_steps: int
     seconds: float
     """Wall time of this process."""
-    rollouts: Accounts
     groups: Accounts
+    """Prompt groups of this process."""
     drop_reasons: dict[str, int]
-    """Dropped groups by reason code."""
+    """Rollouts of this process that could not be trained, by reason code."""
     rows_left: dict[str, int]
     """Rows still in the data plane at the end, by partition; all 0 in a run that ended as it should."""
     children_left: int
@@ -71,8 +73,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     @property
     def clean(self) -> bool:
         """Nothing lost, nothing twice, nothing left behind."""
-        balanced = self.rollouts.balanced and self.groups.balanced
-        return balanced and not any(self.rows_left.values()) and self.children_left == 0
+        return self.balanced and self.groups.balanced and not any(self.rows_left.values()) and self.children_left == 0
 
 
 def reward_edges(reports: Sequence[StepReport]) -> tuple[float | None, float | None]:
@@ -114,7 +115,7 @@ def format_summary(summary: RunSummary, run_dir: Path) -> str:
     if summary.reward_first is not None:
         edges = f"{number(summary.reward_first)} -> {number(summary.reward_last)}"
         rows.append(("reward", f"{edges}  (first and last {_EDGE_STEPS} steps)"))
-    rows.append(("rollouts", _accounting(summary.rollouts)))
+    rows.append(("rollouts", _accounting(summary)))
     rows.append(("groups", _accounting(summary.groups)))
     if summary.drop_reasons:
         by_count = sorted(summary.drop_reasons.items(), key=lambda item: (-item[1], item[0]))

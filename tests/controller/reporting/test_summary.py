@@ -11,6 +11,7 @@ import pytest
 from anyio import CancelScope
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from controller.reporting.summary import (
     Accounts,
@@ -37,7 +38,7 @@ def summary(**changes: Any) -> RunSummary:
         "steps": 40,
         "planned_steps": 40,
         "seconds": 312.0,
-        "rollouts": accounts(),
+        **structs.asdict(accounts()),
         "groups": accounts(dispatched=80, trained=77, evicted=2, aborted=1),
         "drop_reasons": {},
         "rows_left": {"staging": 0, "train": 0},
@@ -68,7 +69,8 @@ def test_the_printed_summary_of_a_failed_run():
         status="failed",
         reason="WorkerDied: gen-0 exited with -9\nand a long story",
         steps=0,
-        rollouts=accounts(dispatched=643, lost=3),
+        dispatched=643,
+        lost=3,
         drop_reasons={"wrong_digest": 2, "rollout_timeout": 5},
         reward_first=None,
         reward_last=None,
@@ -87,10 +89,11 @@ def test_the_printed_summary_of_a_failed_run():
 
 @given(st.builds(Accounts, **dict.fromkeys(Accounts.__struct_fields__, st.integers(0, 1000))))
 def test_an_equation_is_printed_only_when_it_holds(rollouts):
-    line = format_summary(summary(rollouts=rollouts), Path("run")).splitlines()[2]
+    made = summary(**structs.asdict(rollouts))
+    line = format_summary(made, Path("run")).splitlines()[2]
     total = rollouts.trained + rollouts.evicted + rollouts.dropped + rollouts.aborted
     assert (" = " in line) == (rollouts.dispatched == total)
-    assert summary(rollouts=rollouts).clean == (" = " in line and "lost=0 duplicated=0" in line)
+    assert made.clean == (" = " in line and "lost=0 duplicated=0" in line)
 
 
 @pytest.mark.parametrize("changes", [{"rows_left": {"staging": 1, "train": 0}}, {"children_left": 1}])
