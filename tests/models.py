@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer(template: str = TEMPLATE) -> Any:
-    """One token per character (newline and printable ASCII), and the special tokens above."""
+def tiny_tokenizer(template: str | None = TEMPLATE, more_special: Sequence[str] = ()) -> Any:
+    """One token per character (newline and printable ASCII), and the special tokens above; `more_special` come last."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}
+    vocab = {token: i for i, token in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127)), *more_special])}
     tokenizer: Any = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -27,7 +28,7 @@ def tiny_tokenizer(template: str = TEMPLATE) -> Any:
         pad_token="<|pad|>",
         eos_token="<|end|>",
         unk_token="<|unk|>",
-        additional_special_tokens=SPECIAL[3:],
+        additional_special_tokens=[*SPECIAL[3:], *more_special],
         clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = template
@@ -60,9 +61,9 @@ def tiny_lm(arch: str = "llama", *, seed: int = 0, vocab_size: int = 103, **over
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def tiny_model(path: Path, *, arch: str = "llama", seed: int = 0, template: str = TEMPLATE, **overrides: Any) -> Path:
-    """Save `tiny_lm` and `tiny_tokenizer` to the folder `path`, and return it."""
-    tokenizer = tiny_tokenizer(template)
+def tiny_model(path: Path, *, arch: str = "llama", seed: int = 0, tokenizer: Any = None, **overrides: Any) -> Path:
+    """Save `tiny_lm` and its tokenizer (`tiny_tokenizer()` unless given) to the folder `path`, and return it."""
+    tokenizer = tokenizer or tiny_tokenizer()
     tokenizer.save_pretrained(path)
     tiny_lm(arch, seed=seed, vocab_size=len(tokenizer), **overrides).save_pretrained(path)
     return path

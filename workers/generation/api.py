@@ -58,8 +58,8 @@ class Abort(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 GENERATE = Method("generate", CallRequest, CallReply, timeout_s=600.0)
-"""Render, generate, parse, stage. Failure kinds: prompt_too_long (data), bad_request (data), prefix_lost (capture),
-prefix_mismatch (capture), render_mismatch (capture), staging_failed (infra)."""
+"""Render, generate, stage, parse. Failure kinds: prompt_too_long, bad_request (data); prefix_lost, prefix_mismatch,
+render_mismatch, bad_logprobs (capture); prefix_unavailable, staging_failed, engine_dead (infra)."""
 ABORT = Method("abort", Abort, Empty, timeout_s=10.0)
 LOAD_WEIGHTS = Method("load_weights", LoadWeights, WeightsLoaded, timeout_s=300.0)
 """Failure kind: bad_weights (infra), in which case the old version is still served."""

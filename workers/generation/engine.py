@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from msgspec import Struct
 
@@ -87,6 +87,10 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    async def watch(self) -> NoReturn:
+        """Raise EngineDead once the engine has failed or was closed; until then, wait."""
+        ...
 
     async def aclose(self) -> None:
         """Abort everything and free the model. Idempotent, bounded."""

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -146,6 +146,10 @@ class TorchEngine:
             weight_version=self._version,
         )
 
+    async def watch(self) -> NoReturn:
+        await self._exited.wait()
+        raise _obituary(self._dead)
+
     async def aclose(self) -> None:
         """See `Engine.aclose`. A thread that is stuck in a step is left behind after 30 s."""
         self._close()
@@ -157,7 +161,7 @@ class TorchEngine:
 
     def _check_alive(self) -> None:
         if self._dead is not None:
-            raise EngineDead(f"the engine is dead: {self._dead!r}") from self._dead
+            raise _obituary(self._dead)
 
     def _post(self, command: Callable[[], None]) -> None:
         """Have the compute thread run `command` before its next step."""
@@ -192,9 +196,7 @@ class TorchEngine:
     def _die(self, cause: BaseException) -> None:
         self._dead = self._dead or cause
         for future in self._pending:
-            error = EngineDead(f"the engine died: {cause!r}")
-            error.__cause__ = cause
-            _fail(future, error)
+            _fail(future, _obituary(cause))
 
     # In the compute thread.
 
@@ -294,6 +296,12 @@ class TorchEngine:
 
     def _set_closing(self) -> None:
         self._closing = True
+
+
+def _obituary(cause: BaseException | None) -> EngineDead:
+    dead = EngineDead(f"the engine is dead: {cause!r}")
+    dead.__cause__ = cause
+    return dead
 
 
 def _resolve(future: asyncio.Future[T], value: T) -> None:

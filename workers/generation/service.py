@@ -1,0 +1,96 @@
+"""The generation worker: engine, renderer and data plane behind the RPC methods of `workers.generation.api`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from dataplane.spec import connect
+from workers.generation import api
+from workers.generation.capture import Capture
+from workers.generation.engine import Engine, EngineDead, EngineStats
+from workers.generation.rendering import ChatRenderer
+from workers.generation.torch_engine import TorchEngine
+from workers.host import StartupError, run_worker
+from workers.rpc.errors import HandlerError
+from workers.rpc.method import Empty
+from workers.rpc.server import RpcServer
+
+_CLOSE_SECONDS = 5.0
+
+
+class GenerationService:
+    """The worker's handlers."""
+
+    def __init__(self, engine: Engine, capture: Capture, engine_kind: str) -> None:
+        self._engine = engine
+        self._capture = capture
+        self._engine_kind = engine_kind
+
+    def register(self, server: RpcServer) -> None:
+        server.register(api.GENERATE, self._capture.answer)
+        server.register(api.ABORT, self.abort)
+        server.register(api.LOAD_WEIGHTS, self.load_weights)
+        server.register(api.INFO, self.info)
+        server.register(api.STATS, self.stats)
+
+    async def abort(self, request: api.Abort) -> Empty:
+        await self._engine.abort(request.call_id)
+        return Empty()
+
+    async def load_weights(self, request: api.LoadWeights) -> api.WeightsLoaded:
+        started = time.monotonic()
+        try:
+            await self._engine.load_weights(Path(request.path), request.version)
+        except ValueError as error:
+            raise HandlerError("bad_weights", str(error)) from error
+        except EngineDead as error:
+            raise HandlerError("engine_dead", str(error), retryable=True) from error
+        return api.WeightsLoaded(version=self._engine.weight_version, seconds=time.monotonic() - started)
+
+    async def info(self, _: Empty) -> api.WorkerInfo:
+        return api.WorkerInfo(
+            max_model_len=self._engine.max_model_len,
+            vocab_size=self._engine.vocab_size,
+            weight_version=self._engine.weight_version,
+            engine=self._engine_kind,
+        )
+
+    async def stats(self, _: Empty) -> EngineStats:
+        return self._engine.stats()
+
+
+@asynccontextmanager
+async def serve(spec: api.GenerationSpec, server: RpcServer) -> AsyncGenerator[None]:
+    """Load the model, join the data plane, register the handlers. Raises StartupError; ends when the engine dies."""
+    model_path = Path(spec.model_path)
+    renderer = await anyio.to_thread.run_sync(ChatRenderer.load, model_path)
+    engine = await _start_engine(spec, model_path, renderer)
+    try:
+        plane = await connect(spec.plane)
+        try:
+            GenerationService(engine, Capture(engine, renderer, plane), spec.engine.kind).register(server)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(engine.watch)
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+                await plane.aclose()
+    finally:
+        await engine.aclose()
+
+
+async def _start_engine(spec: api.GenerationSpec, model_path: Path, renderer: ChatRenderer) -> Engine:
+    if spec.engine.kind != "torch":
+        raise StartupError("bad_spec", f"engine {spec.engine.kind!r} is not one of: torch")
+    return await TorchEngine.start(model_path, spec.engine, stop_token_ids=renderer.stop_token_ids, seed=spec.seed)
+
+
+def main() -> None:
+    run_worker(api.GenerationSpec, serve)
