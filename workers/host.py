@@ -45,6 +45,7 @@ import msgspec
 from msgspec import Struct
 
 from workers.rpc.server import RpcServer, sole_error
+from workers.rpc.wire import sendable
 from workers.startup import MAX_LINE_BYTES, Assignment, Ready, StartFailed, encode_line
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,6 @@ Serve = Callable[[Spec, RpcServer], AbstractAsyncContextManager[None]]
 GONE_GRACE_S = 2.0
 """From the launcher's end to the worker's kill."""
 _MAX_OPEN_FILES = 65536
-_MAX_MESSAGE_CHARS = 4000
-"""A report must fit into the pipe (64 KiB), so that writing it cannot block."""
 
 
 class StartupError(Exception):
@@ -128,9 +127,9 @@ class _Host(Generic[Spec]):
                 logger.exception("worker %s failed", self._assignment.name)
                 error = StartupError(type(error).__name__, str(error))
             if not self._reported:
-                self._report(
-                    StartFailed(kind=error.kind, message=error.message[:_MAX_MESSAGE_CHARS], remedy=error.remedy)
-                )
+                # Cut, so that it fits into the pipe (64 KiB) and writing it cannot block.
+                message, remedy = sendable(error.message), sendable(error.remedy)
+                self._report(StartFailed(kind=error.kind, message=message, remedy=remedy))
             return 1
         return 0
 

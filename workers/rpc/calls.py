@@ -7,15 +7,19 @@ then is unknown, so it is not run again.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import anyio
 from anyio.abc import TaskGroup
+from msgspec.structs import replace
 
 from workers.rpc.errors import Failure
-from workers.rpc.wire import Status, encode
+from workers.rpc.wire import Status, encode, sendable
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Answer:
 
     @classmethod
     def failure(cls, status: Status, failure: Failure) -> Answer:
-        return cls(status, encode(failure))
+        return cls(status, encode(replace(failure, message=sendable(failure.message))))
 
 
 class IdReused(Exception):
@@ -44,8 +48,8 @@ class _Call:
         self.answer: Answer | None = None
         self.finished_at = 0.0
 
-    def cancelled(self, status: Status, message: str) -> Answer:
-        return Answer.failure(status, Failure(kind="cancelled", message=message, where=self.where))
+    def failure(self, status: Status, kind: str, message: str) -> Answer:
+        return Answer.failure(status, Failure(kind=kind, message=message, where=self.where))
 
 
 class Calls:
@@ -71,7 +75,7 @@ class Calls:
     async def run(
         self, request_id: str, fingerprint: bytes, where: str, work: Callable[[], Awaitable[Answer]]
     ) -> Answer:
-        """Return `work`'s answer, running it unless `request_id` is known. `work` must not raise.
+        """Return `work`'s answer, running it unless `request_id` is known. What `work` raises is logged.
 
         `fingerprint` identifies method and body; `where` names worker and method in failures. Raises `IdReused` when the
         id is known with another fingerprint. Cancellation leaves the handler running only if another caller waits for it.
@@ -93,23 +97,14 @@ class Calls:
         return call.answer
 
     async def _execute(self, request_id: str, call: _Call, work: Callable[[], Awaitable[Answer]]) -> None:
+        call.answer = call.failure(Status.GONE, "cancelled", "the worker cancelled the call, as it is stopping")
         try:
             with call.scope:
-                try:
-                    call.answer = await work()
-                except anyio.get_cancelled_exc_class():
-                    if anyio.current_effective_deadline() == -math.inf:
-                        raise
-                    # Nobody cancelled this task: the handler awaited something that was, and the error would end the
-                    # task group, and with it the server, without a word.
-                    call.answer = call.cancelled(Status.FAILED, "the handler awaited something that was cancelled")
-            if call.answer is None:
-                call.answer = call.cancelled(
-                    Status.FAILED, "an earlier attempt was cancelled when its caller left; its effect is unknown"
-                )
+                call.answer = await _contained(call, work)
+            if call.scope.cancelled_caught:
+                text = "an earlier attempt was cancelled when its caller left; its effect is unknown"
+                call.answer = call.failure(Status.FAILED, "cancelled", text)
         finally:
-            if call.answer is None:
-                call.answer = call.cancelled(Status.GONE, "the worker cancelled the call, as it is stopping")
             del self._running[request_id]
             self._keep(request_id, call)
             call.done.set()
@@ -130,3 +125,16 @@ class Calls:
             del self._kept[oldest_id]
             assert oldest.answer is not None
             self._kept_bytes -= len(oldest.answer.body)
+
+
+async def _contained(call: _Call, work: Callable[[], Awaitable[Answer]]) -> Answer:
+    """`work`'s answer, whatever it raises: an error let out would end the task group, and with it the server."""
+    try:
+        return await work()
+    except anyio.get_cancelled_exc_class():
+        if anyio.current_effective_deadline() == -math.inf:
+            raise  # this task was cancelled, not only something that the handler awaited
+        return call.failure(Status.FAILED, "cancelled", "the handler awaited something that was cancelled")
+    except Exception as error:
+        logger.exception("%s: the failure could not be encoded", call.where)
+        return call.failure(Status.FAILED, type(error).__name__, "the worker's log has the traceback")

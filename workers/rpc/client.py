@@ -48,7 +48,10 @@ class RpcClient:
         handler.
         """
         seconds = method.timeout_s if timeout is None else timeout
-        body = wire.encode(request)
+        try:
+            body = wire.encode(request)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._protocol_error(method.name, f"the request cannot be encoded: {error}") from error
         if len(body) > self._max_bytes:
             raise self._protocol_error(
                 method.name, f"the request has {len(body)} bytes; at most {self._max_bytes} are allowed"
@@ -93,18 +96,18 @@ class RpcClient:
     ) -> tuple[int, bytes]:
         headers = {wire.REQUEST_ID: secrets.token_hex(8)}
         for pause in (*_BACKOFF_S, None):
+            instance = headers.get(wire.INSTANCE, self._instance)
             left_ms = (deadline - anyio.current_time()) * 1000
             headers[wire.DEADLINE_MS] = str(math.ceil(min(max(left_ms, 1), wire.MAX_DEADLINE_MS)))
             try:
                 return await self._send(verb, path, name, body, headers)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
                 received = not isinstance(error, aiohttp.ClientConnectorError)
-                repeatable = self._instance is not None or not received
-                if pause is None or self._closed or not repeatable:
+                if pause is None or self._closed or (received and instance is None):
                     reason = f"{type(error).__name__}: {error}"
                     raise WorkerUnreachable(f"{self.name}: {name}: {reason} (at {self._address})") from error
-                if received and self._instance is not None:
-                    headers[wire.INSTANCE] = self._instance
+                if received and instance is not None:
+                    headers[wire.INSTANCE] = instance
             except aiohttp.ClientError as error:
                 raise self._protocol_error(name, f"not an HTTP reply: {error!r}") from error
             await anyio.sleep(pause)

@@ -36,7 +36,6 @@ _KEEPALIVE_S = 120.0
 """Longer than the client's, so that a connection is not closed under a request on its way."""
 _FLUSH_S = 5.0
 """On shutdown: for replies to be taken by callers that read slowly."""
-_MAX_MESSAGE_CHARS = 4000
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MILLISECONDS = re.compile(r"[0-9]{1,9}")
 
@@ -131,7 +130,7 @@ class RpcServer:
         seconds = _deadline(request)
         with anyio.move_on_after(seconds):
             body = await _read(request, self._max_bytes)
-            fingerprint = hashlib.blake2b(body, digest_size=16, person=name[:16].encode()).digest()
+            fingerprint = hashlib.blake2b(body, digest_size=16, key=name.encode()).digest()
             try:
                 return await self._calls.run(
                     request_id, fingerprint, self._where(name), partial(self._handle, route, body)
@@ -169,7 +168,7 @@ class RpcServer:
         return Health(name=self.name, pid=os.getpid(), uptime_s=uptime_s, in_flight=calls.in_flight)
 
     def _failure(self, status: Status, name: str, kind: str, message: str) -> Answer:
-        return Answer.failure(status, Failure(kind=kind, message=message[:_MAX_MESSAGE_CHARS], where=self._where(name)))
+        return Answer.failure(status, Failure(kind=kind, message=message, where=self._where(name)))
 
     def _where(self, name: str) -> str:
         return f"{self.name}.{name}"

@@ -22,6 +22,8 @@ MAX_BYTES = 4 * 1024 * 1024
 """Default limit of a message. Coding runs on the loop: msgspec holds the GIL, so a thread would block it just the same.
 Text costs 1 ms per MiB; number arrays (5 ms per MiB) belong in the data plane."""
 
+_MAX_TEXT = 4000
+
 REQUEST_ID = "X-Request-Id"
 METHOD = "X-Method"
 DEADLINE_MS = "X-Deadline-Ms"
@@ -88,6 +90,11 @@ def bearer(token: str) -> str:
 
 
 encode = msgspec.msgpack.Encoder().encode
+
+
+def sendable(text: str) -> str:
+    """`text` as it can be encoded (lone surrogates, as in undecodable file names, escaped) and not too long to read."""
+    return text[:_MAX_TEXT].encode(errors="backslashreplace").decode()
 
 
 def decode(message: type[Message], data: bytes) -> Message:

@@ -145,6 +145,18 @@ def says(reply: bytes) -> Callable[[SocketStream], Awaitable[None]]:
     return handle
 
 
+def answers(status_line: bytes, body: bytes) -> Callable[[SocketStream], Awaitable[None]]:
+    """An other end that answers a call of `echo` under the call's own request id."""
+
+    async def handle(stream: SocketStream) -> None:
+        request = await stream.receive()
+        request_id = next(line for line in request.split(b"\r\n") if line.lower().startswith(b"x-request-id"))
+        length = b"Content-Length: %d" % len(body)
+        await stream.send(b"\r\n".join((status_line, b"X-Method: echo", request_id, length, b"", body)))
+
+    return handle
+
+
 def request_bytes(path: str, body: bytes = b"", *, token: str = TOKEN, verb: str = "POST", **headers: str) -> bytes:
     """A raw request; header names are written with underscores."""
     lines = [f"{verb} {path} HTTP/1.1", "Host: w", f"Authorization: Bearer {token}", f"Content-Length: {len(body)}"]

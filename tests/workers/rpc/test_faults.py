@@ -17,6 +17,7 @@ from tests.workers.rpc.kit import (
     Gate,
     Hanging,
     Text,
+    answers,
     echo,
     other_end,
     says,
@@ -24,9 +25,10 @@ from tests.workers.rpc.kit import (
     socket_path,
 )
 from workers.rpc.client import RpcClient
-from workers.rpc.errors import ProtocolError, RemoteError, RpcError, RpcTimeout, WorkerUnreachable
+from workers.rpc.errors import Failure, ProtocolError, RemoteError, RpcError, RpcTimeout, WorkerUnreachable
 from workers.rpc.method import Empty, Method
 from workers.rpc.server import RpcServer
+from workers.rpc.wire import Status, encode
 
 pytestmark = pytest.mark.anyio
 
@@ -226,6 +228,28 @@ async def test_a_reply_that_is_none_is_an_error(reply: bytes, error: type[RpcErr
     with anyio.fail_after(30):
         async with other_end(says(reply)) as address, RpcClient(address, TOKEN, name="w0") as client:
             with pytest.raises(error):
+                await client.call(ECHO, Text("hi"))
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (Status.BAD_MESSAGE, ProtocolError),
+        (Status.UNAUTHORIZED, RemoteError),
+        (Status.FAILED, RemoteError),
+        (Status.GONE, WorkerUnreachable),
+        (Status.DEADLINE, RpcTimeout),
+        (418, ProtocolError),
+    ],
+)
+async def test_each_status_is_one_error_with_the_workers_words(status: int, error: type[RpcError]) -> None:
+    body = encode(Failure(kind="k", message="what happened"))
+    with anyio.fail_after(30):
+        async with (
+            other_end(answers(b"HTTP/1.1 %d X" % status, body)) as address,
+            RpcClient(address, TOKEN, name="w0") as client,
+        ):
+            with pytest.raises(error, match="what happened"):
                 await client.call(ECHO, Text("hi"))
 
 

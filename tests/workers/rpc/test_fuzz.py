@@ -10,7 +10,7 @@ from anyio.abc import SocketStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.rpc.kit import ECHO, TOKEN, Text, other_end, pair, request_bytes, says
+from tests.workers.rpc.kit import ECHO, TOKEN, Text, answers, other_end, pair, request_bytes, says
 from workers.rpc.client import RpcClient
 from workers.rpc.errors import RpcError
 
@@ -41,22 +41,10 @@ def test_no_bytes_stop_the_server(requests: list[bytes]) -> None:
     anyio.run(run)
 
 
-def echoes(headers: bytes, body: bytes) -> Callable[[SocketStream], Awaitable[None]]:
-    """Answers with the request's own id, so that the fuzz reaches what lies behind that check."""
-
-    async def handle(stream: SocketStream) -> None:
-        request = await stream.receive()
-        request_id = next(line for line in request.split(b"\r\n") if line.lower().startswith(b"x-request-id"))
-        length = b"Content-Length: %d\r\n\r\n" % len(body)
-        await stream.send(headers + b"\r\nX-Method: echo\r\n" + request_id + b"\r\n" + length + body)
-
-    return handle
-
-
 REPLIES = st.one_of(
     st.binary(max_size=300).map(says),
     st.builds(
-        lambda status, body: echoes(b"HTTP/1.1 %d X" % status, body),
+        lambda status, body: answers(b"HTTP/1.1 %d X" % status, body),
         st.sampled_from((200, 400, 401, 404, 500, 503, 504)),
         st.binary(max_size=100),
     ),

@@ -360,3 +360,38 @@ async def test_a_handler_that_awaits_something_cancelled_leaves_the_server_servi
         with pytest.raises(RemoteError, match="cancelled"):
             await client.call(method, Text("hi"))
         assert await client.call(ECHO, Text("still here")) == Text("still here")
+
+
+async def test_an_exception_that_cannot_be_put_into_words_leaves_the_server_serving(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    async def fail(request: Text) -> Text:
+        raise Unspeakable
+
+    method = Method("fail", Text, Text, timeout_s=20.0)
+    async with pair((method, fail)) as (_, client):
+        with pytest.raises(RemoteError, match=r"w0\.fail: ValueError: the worker's log has the traceback"):
+            await client.call(method, Text("hi"))
+        assert await client.call(ECHO, Text("still here")) == Text("still here")
+    assert "no words" in caplog.text
+
+
+async def test_text_that_is_not_unicode_is_refused_or_escaped() -> None:
+    async def fail(request: Text) -> Text:
+        raise OSError("no file \udcff")
+
+    async def reply(request: Text) -> Text:
+        return Text("\udcff")
+
+    methods = [Method(name, Text, Text, timeout_s=20.0) for name in ("fail", "reply")]
+    async with pair((methods[0], fail), (methods[1], reply)) as (_, client):
+        with pytest.raises(ProtocolError, match="the request cannot be encoded"):
+            await client.call(ECHO, Text("\udcff"))
+        with pytest.raises(RemoteError, match=r"no file \\udcff"):
+            await client.call(methods[0], Text("hi"))
+        with pytest.raises(RemoteError, match="UnicodeEncodeError"):
+            await client.call(methods[1], Text("hi"))
