@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import anyio
-import anyio.to_thread
 import torch
 
 from dataplane.errors import DataPlaneTimeout, RowGone
@@ -24,6 +24,7 @@ from workers.rpc.errors import FailureClass, HandlerError
 from workers.rpc.method import Empty
 from workers.rpc.server import RpcServer
 from workers.training import api
+from workers.training.compute import ComputeThread
 from workers.training.errors import BadCheckpoint, BadTrainRow, NonFinite, NoSpace, OutOfOrder
 from workers.training.model import DTYPES, Policy, load_model
 from workers.training.publish import publish
@@ -52,14 +53,14 @@ FAILURES: dict[type[Exception], tuple[str, FailureClass, bool]] = {
 class TrainingService:
     """Answers the methods of `workers.training.api` with one trainer."""
 
-    def __init__(self, trainer: Trainer, plane: DataPlane, spec: api.TrainingSpec) -> None:
+    def __init__(self, trainer: Trainer, compute: ComputeThread, plane: DataPlane, spec: api.TrainingSpec) -> None:
         self._trainer = trainer
+        self._thread = compute
         self._plane = plane
         self._model_path = Path(spec.model_path)
         self._weights_dir = Path(spec.weights_dir)
         self._vocab_size = trainer.policy.vocab_size
         self._device = trainer.policy.device
-        self._thread = anyio.CapacityLimiter(1)
 
     def register(self, server: RpcServer) -> None:
         server.register(api.INFO, self.info)
@@ -120,9 +121,8 @@ class TrainingService:
         return await self._compute(compute)
 
     async def _compute(self, function: Callable[[], Result]) -> Result:
-        """Run on the compute thread, in the order of the calls. A cancellation takes a waiting call back, no running one."""
         with _failures():
-            return await anyio.to_thread.run_sync(function, limiter=self._thread)
+            return await self._thread.run(function)
 
 
 @contextmanager
@@ -137,7 +137,6 @@ def _failures() -> Generator[None]:
 
 def build_trainer(spec: api.TrainingSpec) -> Trainer:
     """Load the model and make its trainer. Raises StartupError saying what is wrong with the spec."""
-    torch.set_num_threads(spec.threads)
     torch.manual_seed(spec.seed)  # pyright: ignore[reportUnknownMemberType]
     if spec.dtype not in DTYPES:
         raise StartupError("bad_spec", f"dtype {spec.dtype!r} is unknown", f"use one of {', '.join(DTYPES)}")
@@ -165,11 +164,15 @@ def build_trainer(spec: api.TrainingSpec) -> Trainer:
 @asynccontextmanager
 async def serve(spec: api.TrainingSpec, server: RpcServer) -> AsyncGenerator[None]:
     """Load the model, connect to the data plane, register the methods; see `workers.host.run_worker`."""
-    trainer = await anyio.to_thread.run_sync(build_trainer, spec)
-    plane = await connect(spec.plane)
+    compute = ComputeThread(spec.threads)
     try:
-        TrainingService(trainer, plane, spec).register(server)
-        yield
+        trainer = await compute.run(partial(build_trainer, spec))
+        plane = await connect(spec.plane)
+        try:
+            TrainingService(trainer, compute, plane, spec).register(server)
+            yield
+        finally:
+            with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+                await plane.aclose()
     finally:
-        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-            await plane.aclose()
+        compute.close()

@@ -7,7 +7,6 @@ Nothing is pickled. The folder appears whole or not at all.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -60,7 +59,8 @@ def save(trainer: Trainer, path: Path, *, model_path: Path) -> None:
     tensors, model = _tensors(trainer), trainer.policy.model
     need = sum(t.numel() * t.element_size() for t in (*tensors.values(), *model.state_dict().values()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     try:
         with space_for(path.parent, need):
             (partial / STATE_JSON).parent.mkdir(parents=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+import signal
 import subprocess
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -106,22 +107,16 @@ def test_a_file_system_that_is_full_gives_a_clear_error_and_keeps_no_half_file(
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
-def test_another_write_error_keeps_its_errno_text(model: Path, tmp_path: Path):
+def test_another_write_error_keeps_its_text_and_names_the_folder(model: Path, tmp_path: Path):
     """A file size limit is a write error that is not a full disk."""
-    code = f"""
-import resource, signal
-from pathlib import Path
-from tests.workers.training.make import make_trainer
-from workers.training.publish import publish
-trainer = make_trainer(Path({str(model)!r}))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-try:
-    publish(trainer, Path({str(tmp_path)!r}), 1)
-except OSError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
-    assert "File too large" in done.stdout
-    assert str(tmp_path) in done.stdout
+    trainer = make_trainer(model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match=rf"{tmp_path}.*File too large"):
+            publish(trainer, tmp_path, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
     assert list(tmp_path.iterdir()) == []

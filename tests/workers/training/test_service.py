@@ -24,6 +24,7 @@ from workers.rpc.errors import RemoteError
 from workers.rpc.method import Empty
 from workers.rpc.server import RpcServer
 from workers.training import api, service
+from workers.training.compute import ComputeThread
 from workers.training.service import TrainingService, build_trainer
 from workers.training.trainer import Trainer
 
@@ -79,13 +80,15 @@ async def served(model: Path, folder: Path, rows: Rows, **changes: Any) -> Async
     trainer = build_trainer(spec)
     await plane.put(TRAIN, rows)
     server = RpcServer("trainer")
-    TrainingService(trainer, plane, spec).register(server)
+    compute = ComputeThread(spec.threads)
+    TrainingService(trainer, compute, plane, spec).register(server)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             address = await tasks.start(server.serve, f"unix:{folder}/rpc", "secret")
             async with RpcClient(address, "secret", name="trainer") as client:
                 yield Worker(trainer, plane, client)
             tasks.cancel_scope.cancel()
+    compute.close()
 
 
 @contextmanager
@@ -262,6 +265,19 @@ async def test_failures_cross_as_data(model: Path, tmp_path: Path):
         assert await failure(call(api.LOAD, nowhere)) == ("bad_checkpoint", "infra", False)
         reference = api.RowKeys(step=0, partition=TRAIN, keys=tuple(rows), model="reference")
         assert await failure(call(api.LOGPROBS, reference)) == ("out_of_order", "infra", False)
+
+
+async def test_all_compute_runs_on_one_thread_with_its_own_thread_count():
+    compute = ComputeThread(3)
+    try:
+        seen = {await compute.run(threading.get_ident) for _ in range(3)}
+        assert len(seen) == 1
+        assert threading.get_ident() not in seen
+        assert await compute.run(torch.get_num_threads) == 3
+        with pytest.raises(ZeroDivisionError):
+            await compute.run(lambda: 1 // 0)
+    finally:
+        compute.close()
 
 
 def test_a_missing_model_is_a_clear_start_up_error(tmp_path: Path):

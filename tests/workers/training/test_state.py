@@ -161,6 +161,14 @@ def test_nothing_but_the_checkpoint_is_left_beside_it(model: Path, tmp_path: Pat
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["c"]
 
 
+def test_what_a_killed_save_left_is_in_nobodys_way(model: Path, tmp_path: Path):
+    (tmp_path / ".c.partial" / "trainer").mkdir(parents=True)
+    (tmp_path / ".c.partial" / "junk").write_text("half")
+    save(trained(model, 1), tmp_path / "c", model_path=model)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert not (tmp_path / "c" / "junk").exists()
+
+
 def test_an_existing_folder_is_not_overwritten(model: Path, tmp_path: Path):
     (tmp_path / "c").mkdir()
     with pytest.raises(BadCheckpoint, match="exists already"):
