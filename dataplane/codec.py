@@ -56,7 +56,8 @@ def row_id(partition: str, key: str) -> int:
 
 def _jagged(arrays: Sequence[Column]) -> torch.Tensor:
     values = torch.from_numpy(np.concatenate(arrays))
-    return torch.nested.as_nested_tensor(list(values.split([len(array) for array in arrays])), layout=torch.jagged)
+    rows: list[torch.Tensor] = list(cast("Any", values).split([len(array) for array in arrays]))
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def _split(partition: str, keys: Sequence[str], name: str, column: Any, dtype: torch.dtype) -> list[Column]:

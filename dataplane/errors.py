@@ -46,7 +46,8 @@ class BadRow(_KeyedError):
 class DataPlaneTimeout(DataPlaneError):
     """No answer within the deadline.
 
-    `outcome` is "none" when nothing can have changed (a get), "unknown" when the operation may still take effect.
+    `outcome` is "none" when nothing was changed (a get, or a write that had not begun or was taken back), "unknown" when
+    the operation may still take effect.
     """
 
     def __init__(self, operation: str, *, partition: str, seconds: float, outcome: Literal["none", "unknown"]) -> None:

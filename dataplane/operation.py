@@ -34,7 +34,7 @@ class Footprint:
 
     def conflicts_with(self, other: Footprint) -> bool:
         """Whether the two must take effect in order."""
-        if not (self.writes or other.writes):
+        if self.partition != other.partition or not (self.writes or other.writes):
             return False
         return self.keys is None or other.keys is None or not self.keys.isdisjoint(other.keys)
 

@@ -29,8 +29,9 @@ class PrivateLoop:
         self._on_exit: Callable[[], None] | None = None
 
     async def start(self) -> None:
-        self._thread.start()
-        self._loop = await asyncio.wrap_future(self._ready)
+        with anyio.CancelScope(shield=True):
+            self._thread.start()
+            self._loop = await asyncio.wrap_future(self._ready)
 
     def call(self, function: Callable[[], object]) -> None:
         """Have `function` called on the loop, in the order of the calls. Returns at once; any thread may call.

@@ -32,7 +32,7 @@ class RowStore:
         self._store = store
 
     async def put(self, partition: str, rows: Mapping[str, Row]) -> None:
-        """Write rows, or raise and leave none: DataPlaneTimeout("unknown") tells that some keys may be left occupied."""
+        """Write rows, or raise and leave none. DataPlaneTimeout("unknown"), or being cut short, may leave keys occupied."""
         keys = list(rows)
         with _typed("put", partition, outcome="none"):
             check_rows(partition, rows)
@@ -46,7 +46,7 @@ class RowStore:
             try:
                 await self._store.write(await self._store.create(partition, keys), batch)
                 await self._verify(partition, keys, batch)
-            except BaseException as error:
+            except Exception as error:
                 if not await self._taken_back(partition, keys):
                     seconds = ROLLBACK_TIMEOUT_S
                     raise DataPlaneTimeout("put", partition=partition, seconds=seconds, outcome="unknown") from error
@@ -101,7 +101,7 @@ class RowStore:
 
     async def _taken_back(self, partition: str, keys: Sequence[str]) -> bool:
         try:
-            with anyio.fail_after(ROLLBACK_TIMEOUT_S, shield=True):
+            with anyio.fail_after(ROLLBACK_TIMEOUT_S):
                 await self.clear(partition, keys)
         except (DataPlaneError, TimeoutError):
             _log.exception("a failed put of %d rows on partition %r could not be taken back", len(keys), partition)

@@ -92,13 +92,13 @@ class ServerProcess:
         self._ended.set()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL, to the process group. Needs `watch` running."""
+        """SIGTERM, then SIGKILL, to the process group; each has 3 s."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, number)
             with anyio.move_on_after(STOP_TIMEOUT_S):
-                await self._ended.wait()
+                await self._process.wait()
                 break
         else:
             _log.error("%s could not be stopped", self)

@@ -34,7 +34,11 @@ class TokenSink:
         self._timeout = timeout
 
     async def stage(self, key: str, delta: TokenDelta) -> None:
-        """Put one row under `key`; raises the plane's errors, then nothing is staged (or its outcome is unknown)."""
+        """Put one row under `key`.
+
+        Raises the plane's errors, and then nothing is staged (or its outcome is unknown). A cancelled stage leaves the
+        whole row or none of it.
+        """
         row = {
             "token_ids": delta.token_ids,
             "token_mask": delta.token_mask,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import anyio.to_thread
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dataplane.plane import DataPlane
 
@@ -27,14 +27,15 @@ class PlaneSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Addresses of a running TransferQueue (one controller, its storage units), and the default deadline in seconds."""
 
     controller: ServerAddress
-    storage: tuple[ServerAddress, ...]
-    timeout_s: float = 30.0
+    storage: Annotated[tuple[ServerAddress, ...], Meta(min_length=1)]
+    timeout_s: Annotated[float, Meta(gt=0)] = 30.0
 
 
 async def connect(spec: PlaneSpec) -> DataPlane:
-    """Attach to the data plane that `spec` names. Imports torch and TransferQueue on first use, in a thread.
+    """Attach to the data plane that `spec` names. Its servers were started by `dataplane.servers`.
 
-    Raises DataPlaneDown when the servers do not answer the handshake.
+    The first call of a process imports torch and TransferQueue, in a thread: some 3 s, in which garbage collections stop
+    the loop for up to 0.2 s at a time. Raises DataPlaneDown, naming the server, when one does not answer.
     """
     plane = await anyio.to_thread.run_sync(_load)
     return await plane.connect(spec)

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 CLOSE_GRACE_S = 5.0
 """How long a closing plane lets the operations that are under way go on."""
-CLOSE_TIMEOUT_S = 25.0
-"""The grace, a rollback, TransferQueue's own close (5 s), and some air."""
+CLOSE_TIMEOUT_S = 15.0
+"""That grace, TransferQueue's own close (5 s), and some air."""
 
 
 class TransferQueuePlane:

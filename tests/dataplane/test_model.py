@@ -89,6 +89,6 @@ def real(portal: BlockingPortal, spec: PlaneSpec) -> Generator[DataPlane]:
 def test_the_planes_agree(portal: BlockingPortal, real: DataPlane) -> None:
     Both.portal, Both.real = portal, real
     limits = settings(
-        max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     run_state_machine_as_test(Both, settings=limits)

@@ -1,0 +1,55 @@
+"""Real faults, and a witness that the caller's loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import anyio
+
+
+@contextmanager
+def frozen(*pids: int) -> Generator[None]:
+    """The processes stand still (SIGSTOP) for the length of the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def running_loop() -> AsyncGenerator[list[float]]:
+    """The gaps, in seconds, that a task saw which does nothing but wait 5 ms again and again."""
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            before = anyio.current_time()
+            await anyio.sleep(0.005)
+            gaps.append(anyio.current_time() - before)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tick)
+        yield gaps
+        tasks.cancel_scope.cancel()
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+async def gone(*pids: int) -> None:
+    """Return when none of the processes is left."""
+    with anyio.fail_after(20):
+        while any(map(alive, pids)):
+            await anyio.sleep(0.02)

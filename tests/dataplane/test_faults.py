@@ -1,0 +1,145 @@
+"""Servers freeze and calls are cancelled: every call ends in bounded time, and no key is left unreadable yet occupied."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+from dataplane.errors import DataPlaneTimeout, RowExists, RowGone
+from dataplane.servers import LocalServers
+from dataplane.transferqueue import TransferQueuePlane
+from tests.dataplane.conformance import row, values
+from tests.dataplane.faults import frozen, running_loop
+
+pytestmark = pytest.mark.anyio
+
+KEYS = ["a", "b", "c", "d"]
+ROWS = {key: row(i) for i, key in enumerate(KEYS)}  # enough to reach both storage units
+each_server = pytest.mark.parametrize("server", ["controller", "storage unit 0", "storage unit 1"])
+
+
+@each_server
+async def test_a_call_to_a_frozen_server_times_out_and_the_plane_recovers(
+    server: str, servers: LocalServers, plane: TransferQueuePlane, partition: str
+) -> None:
+    await plane.put(partition, {"old " + key: row(9) for key in KEYS})
+    await plane.put(partition, ROWS)
+    calls: dict[str, Awaitable[object]] = {
+        "get": plane.get(partition, KEYS, ["ids"], timeout=0.3),
+        "put": plane.put(partition, {"new " + key: row(1) for key in KEYS}, timeout=0.3),
+        "clear": plane.clear(partition, ["old " + key for key in KEYS], timeout=0.3),
+    }
+    async with running_loop() as gaps:
+        with frozen(servers.pids[server]):
+            for name, call in calls.items():
+                gaps.clear()
+                with anyio.fail_after(10), pytest.raises(DataPlaneTimeout, match=name) as raised:
+                    await call
+                assert raised.value.outcome == ("none" if name == "get" else "unknown")
+                assert len(gaps) > 10  # it waited, and the caller's loop went on
+            assert plane.unsettled == 2
+
+    # Later calls on the same keys wait for what is still under way: the put is taken back, the clear takes effect.
+    with anyio.fail_after(30):
+        assert await values(plane, partition, KEYS) == [0, 1, 2, 3]
+        await plane.put(partition, {"new " + key: row(2) for key in KEYS})
+        assert await plane.keys(partition) == [*KEYS, *("new " + key for key in KEYS)]
+    assert plane.unsettled == 0
+
+
+async def test_listing_keys_on_a_frozen_controller_times_out(
+    servers: LocalServers, plane: TransferQueuePlane, partition: str
+) -> None:
+    with frozen(servers.pids["controller"]), pytest.raises(DataPlaneTimeout):
+        await plane.keys(partition, timeout=0.2)
+    assert await plane.keys(partition) == []
+
+
+async def test_a_write_that_waits_behind_an_unknown_one_times_out_without_effect(
+    servers: LocalServers, plane: TransferQueuePlane, partition: str
+) -> None:
+    with frozen(servers.pids["controller"]):
+        with pytest.raises(DataPlaneTimeout):
+            await plane.put(partition, ROWS, timeout=0.2)
+        with pytest.raises(DataPlaneTimeout) as raised:
+            await plane.put(partition, {"a": row(7)}, timeout=0.2)
+        assert raised.value.outcome == "none"
+    await plane.put(partition, {"a": row(8)})
+    assert await values(plane, partition, ["a"]) == [8]
+    assert await plane.keys(partition) == ["a"]
+
+
+@each_server
+async def test_a_cancelled_write_ends_before_its_cancellation_is_delivered(
+    server: str, servers: LocalServers, plane: TransferQueuePlane, partition: str
+) -> None:
+    over = anyio.Event()
+
+    async def put() -> None:
+        try:
+            await plane.put(partition, ROWS)
+        finally:
+            over.set()
+
+    async with anyio.create_task_group() as tasks:
+        with frozen(servers.pids[server]):
+            tasks.start_soon(put)
+            await anyio.sleep(0.2)
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.2)
+            assert not over.is_set()
+    assert await values(plane, partition, KEYS) == [0, 1, 2, 3]
+
+
+@each_server
+async def test_a_cancelled_get_leaves_at_once(
+    server: str, servers: LocalServers, plane: TransferQueuePlane, partition: str
+) -> None:
+    await plane.put(partition, ROWS)
+    with frozen(servers.pids[server]):
+        with anyio.fail_after(10), anyio.move_on_after(0.1) as scope:
+            await plane.get(partition, KEYS, ["ids"])
+        assert scope.cancelled_caught
+    assert await values(plane, partition, KEYS) == [0, 1, 2, 3]
+
+
+async def test_random_cancellations_leave_only_readable_or_free_keys(plane: TransferQueuePlane, partition: str) -> None:
+    dice = random.Random(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    await plane.put(partition, {"warm": row(0)})
+    descriptors = count_descriptors()
+
+    async def call(number: int) -> None:
+        keys = [f"{prefix}{number % 20}" for prefix in "ab"]
+        calls = [plane.put, plane.get, plane.clear]
+        arguments = [({key: row(number) for key in keys},), (keys, ["ids"]), (keys,)]
+        kind = dice.randrange(3)
+        with anyio.move_on_after(dice.random() * 0.03), suppress(RowExists, RowGone):
+            await calls[kind](partition, *arguments[kind])  # type: ignore[operator]
+
+    for start in range(0, 400, 4):
+        async with anyio.create_task_group() as tasks:
+            for number in range(start, start + 4):
+                tasks.start_soon(call, number)
+
+    left = await plane.keys(partition)
+    assert len(left) > 1
+    assert len(await plane.get(partition, left, ["ids", "logprobs"])) == len(left)
+    assert await plane.clear(partition, left) == len(left)
+    assert await plane.keys(partition) == []
+    assert plane.unsettled == 0
+    assert count_descriptors() < descriptors + 30  # a cancelled request's socket is closed, not kept
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(threads)
+
+
+def count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

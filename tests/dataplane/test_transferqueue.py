@@ -1,0 +1,163 @@
+"""What TransferQueue lets slip and the plane does not; and planes among themselves: several, in several processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import ray
+
+from dataplane.codec import pack
+from dataplane.errors import DataPlaneDown, DataPlaneError, RowExists, RowGone, RowMismatch
+from dataplane.servers import LocalServers
+from dataplane.spec import PlaneSpec, connect
+from dataplane.store import SimpleStore
+from dataplane.transferqueue import TransferQueuePlane
+from tests.dataplane.conformance import row, values
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def store(spec: PlaneSpec) -> Any:
+    """Another client, without the plane's guards."""
+    store = await SimpleStore.connect(spec)
+    yield store
+    store.close()
+
+
+async def test_another_keys_row_is_never_returned(
+    store: SimpleStore, plane: TransferQueuePlane, partition: str
+) -> None:
+    await plane.put(partition, {"a": row(1)})
+    meta = await store.find(partition, ["a"])
+    await store.write(meta, pack(partition, {"b": row(2)}))  # as a late request for a recycled row number does
+    with pytest.raises(RowMismatch) as raised:
+        await plane.get(partition, ["a"], ["ids"])
+    assert raised.value.keys == ("a",)
+
+
+async def test_a_released_row_number_is_not_used_again_soon(
+    store: SimpleStore, plane: TransferQueuePlane, partition: str
+) -> None:
+    [released] = (await store.create(partition, ["old"])).global_indexes
+    meta = await store.find(partition, ["old"])
+    assert await plane.clear(partition, ["old"]) == 1
+    news = [f"new {n}" for n in range(1000)]
+    assert released not in (await store.create(partition, news)).global_indexes
+    await store.write(meta, pack(partition, {"old": row(1)}))  # the old key's put arrives late
+    with pytest.raises(RowGone):
+        await plane.get(partition, news[:20], ["ids"])
+    assert await plane.clear(partition, news) == 1000
+
+
+async def test_a_key_occupied_by_a_crashed_put_is_listed_and_can_be_freed(
+    store: SimpleStore, plane: TransferQueuePlane, partition: str
+) -> None:
+    await plane.put(partition, {"whole": row(1)})
+    await store.create(partition, ["half"])
+    assert await plane.keys(partition) == ["half", "whole"]
+    with pytest.raises(RowGone) as gone:
+        await plane.get(partition, ["whole", "half"], ["ids"])
+    assert gone.value.keys == ("half",)
+    with pytest.raises(RowExists):
+        await plane.put(partition, {"half": row(1)})
+    assert await plane.clear(partition, ["half", "whole"]) == 2
+    await plane.put(partition, {"half": row(2)})
+
+
+async def test_a_put_that_the_controller_did_not_hear_of_fails_and_is_taken_back(
+    plane: TransferQueuePlane, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unheard(*_: object) -> None:
+        """What TransferQueue's notice amounts to when the controller refuses it, or does not answer in time."""
+
+    store: Any = plane._store
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client.storage_manager, "notify_data_update", unheard)
+        with pytest.raises(DataPlaneError, match="did not make the rows readable"):
+            await plane.put(partition, {"a": row(1), "b": row(1)})
+    assert await plane.keys(partition) == []
+    await plane.put(partition, {"a": row(2)})
+    assert await values(plane, partition, ["a"]) == [2]
+
+
+async def test_a_surviving_row_does_not_keep_the_memory_of_its_batch(
+    servers: LocalServers, plane: TransferQueuePlane, partition: str
+) -> None:
+    def resident() -> int:
+        stats = [Path(f"/proc/{pid}/statm").read_text().split() for pid in servers.pids.values()]
+        return sum(int(stat[1]) for stat in stats) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    async def batch(number: int) -> None:
+        keys = [f"{number}/{n}" for n in range(16)]
+        await plane.put(partition, {key: row(1, length=2**20 // 12) for key in keys})
+        assert await plane.clear(partition, keys[1:]) == 15
+
+    await batch(0)
+    before = resident()
+    for number in range(1, 11):
+        await batch(number)
+    assert resident() - before < 80  # MiB; 10 rows of 1 MiB survive, of 160
+    assert len(await plane.keys(partition)) == 11
+
+
+async def test_planes_of_one_process_are_independent(spec: PlaneSpec, partition: str) -> None:
+    first, second = await connect(spec), await connect(spec)
+    await first.put(partition, {"a": row(1)})
+    assert await values(second, partition, ["a"]) == [1]
+    await first.aclose()
+    assert await values(second, partition, ["a"]) == [1]
+    assert await second.clear(partition, ["a"]) == 1
+    await second.aclose()
+    assert not [thread.name for thread in threading.enumerate() if "dataplane" in thread.name]
+    assert not ray.is_initialized()
+
+
+async def test_a_plane_can_be_used_from_another_event_loop(plane: TransferQueuePlane, partition: str) -> None:
+    await plane.put(partition, {"a": row(1)})
+
+    async def elsewhere() -> list[int]:
+        return await values(plane, partition, ["a"])
+
+    assert await anyio.to_thread.run_sync(anyio.run, elsewhere) == [1]
+
+
+async def test_another_process_attaches_with_the_spec_as_json(
+    spec: PlaneSpec, plane: TransferQueuePlane, partition: str
+) -> None:
+    script = """
+import sys, anyio, msgspec
+from dataplane.spec import PlaneSpec, connect
+from tests.dataplane.conformance import row, values
+
+async def main(spec, partition):
+    plane = await connect(spec)
+    assert await values(plane, partition, ["mine"]) == [1]
+    await plane.put(partition, {"yours": row(2)})
+    await plane.aclose()
+
+anyio.run(main, msgspec.json.decode(sys.argv[1], type=PlaneSpec), sys.argv[2])
+"""
+    await plane.put(partition, {"mine": row(1)})
+    encoded = msgspec.json.encode(spec).decode()
+    with anyio.fail_after(60):
+        await anyio.run_process([sys.executable, "-c", script, encoded, partition], stderr=subprocess.STDOUT)
+    assert await values(plane, partition, ["mine", "yours"]) == [1, 2]
+
+
+async def test_a_forked_process_is_told_to_connect_its_own(
+    plane: TransferQueuePlane, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(DataPlaneDown, match="forked"):
+            await plane.keys(partition)
+    assert await plane.keys(partition) == []
