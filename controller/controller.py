@@ -21,6 +21,8 @@ import msgspec
 from anyio.abc import ObjectSendStream, TaskGroup
 
 from controller.checkpoint import Checkpoints, read_state
+from controller.config.checks import check_config
+from controller.config.problems import ConfigError
 from controller.config.schema import Config
 from controller.first_error import first_error, lost_connection
 from controller.interrupts import Interrupted, open_interrupts
@@ -115,12 +117,12 @@ class Controller:
                 reason = "the caller left" if self._interrupts.signal is None else self._interrupts.signal.name
         except BaseException as e:
             error = first_error(e)
+            deaths = self._machinery.deaths
             if lost_connection(e):
-                # The fleet's own word on the process behind the connection says more.
-                with anyio.move_on_after(DEATH_NEWS_S, shield=True):
-                    await self._machinery.fleet.died.wait()
+                await deaths.news(DEATH_NEWS_S)
             status = "stalled" if isinstance(error, RunStalled) else "failed"
-            reason = f"{type(error).__name__}: {error}"
+            cause = deaths.first or error
+            reason = f"{type(cause).__name__}: {cause}"
         wind_down = WindDown(self._config, self._run, self._machinery, self._observer, self._run_dir)
         with anyio.CancelScope(shield=True):
             self.summary = await wind_down.finish(status, reason, began=self._began)
@@ -149,6 +151,9 @@ class Controller:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         config = self._config
+        findings = await anyio.to_thread.run_sync(check_config, config)
+        if findings.problems:
+            raise ConfigError(findings.problems)
         self._run_dir, checkpoint = await stack.enter_async_context(in_thread(open_run_dir(config.run, self._resume)))
         resumed = None if checkpoint is None else await anyio.to_thread.run_sync(read_state, checkpoint)
         await anyio.to_thread.run_sync(_write_config, self._run_dir, config)

@@ -20,7 +20,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error that explains the others: a dead process if there is one among them, else the first."""
+    """The error that explains the others: a dead worker if there is one among them, else the first."""
     found = list(leaves(error))
     return next((e for e in found if isinstance(e, WorkerDied)), found[0])
 

@@ -14,20 +14,22 @@ from anyio.abc import TaskGroup, TaskStatus
 from msgspec import Struct
 
 from controller.config.schema import WorkersConfig
-from workers.launch import WorkerDied, WorkerProcess, launch
+from controller.deaths import Deaths
+from workers.launch import WorkerProcess, launch
 
 
 class Fleet:
     """Use `async with open_fleet(...)`."""
 
-    def __init__(self, tasks: TaskGroup, config: WorkersConfig, on_line: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, tasks: TaskGroup, config: WorkersConfig, deaths: Deaths, on_line: Callable[[str, str], None]
+    ) -> None:
         self._tasks = tasks
         self._config = config
+        self._deaths = deaths
         self._on_line = on_line
         self._stop = anyio.Event()
         self._stopped: list[anyio.Event] = []
-        self.died = anyio.Event()
-        """Set when a worker has died."""
         self.pids: list[int] = []
 
     async def start(self, module: str, *, name: str, spec: Struct) -> WorkerProcess:
@@ -60,23 +62,18 @@ class Fleet:
 
     async def _watch(self, worker: WorkerProcess) -> None:
         async with anyio.create_task_group() as tg:
-            tg.start_soon(self._report_death, worker)
+            tg.start_soon(self._deaths.watch, worker.watch)
             await self._stop.wait()
             tg.cancel_scope.cancel()
 
-    async def _report_death(self, worker: WorkerProcess) -> None:
-        try:
-            await worker.watch()
-        except WorkerDied:
-            self.died.set()
-            raise
-
 
 @asynccontextmanager
-async def open_fleet(config: WorkersConfig, on_line: Callable[[str, str], None]) -> AsyncGenerator[Fleet]:
+async def open_fleet(
+    config: WorkersConfig, deaths: Deaths, on_line: Callable[[str, str], None]
+) -> AsyncGenerator[Fleet]:
     """A fleet whose workers are stopped when the scope is left, however it is left."""
     async with anyio.create_task_group() as tasks:
-        fleet = Fleet(tasks, config, on_line)
+        fleet = Fleet(tasks, config, deaths, on_line)
         try:
             yield fleet
         finally:

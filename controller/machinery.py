@@ -14,10 +14,12 @@ import anyio
 
 from controller.config.figures import weights_folder
 from controller.config.schema import Config
+from controller.deaths import Deaths
 from controller.fleet import Fleet, open_fleet
 from controller.specs import generation_spec, training_spec
 from controller.threads import in_thread
 from controller.weights_dir import open_weights_dir
+from dataplane.errors import DataPlaneDown
 from dataplane.plane import DataPlane
 from dataplane.schema import STAGING, TRAIN
 from dataplane.servers import LocalServers, start_servers
@@ -36,13 +38,19 @@ class ModelMismatch(Exception):
 class Machinery:
     plane: DataPlane
     fleet: Fleet
+    deaths: Deaths
     trainer: RpcClient
     engines: tuple[RpcClient, ...]
     max_model_len: int
     """Longest conversation that every engine can hold, in tokens."""
 
     async def sweep(self) -> dict[str, int]:
-        """Clear whatever is left in the run's partitions; rows found, by partition. To be called when no worker writes."""
+        """Clear whatever is left in the run's partitions; rows found, by partition. To be called when no worker writes.
+
+        Raises at once what is known of the data plane's death.
+        """
+        if isinstance(self.deaths.first, DataPlaneDown):
+            raise self.deaths.first
         found: dict[str, int] = {}
         for partition in (STAGING, TRAIN):
             keys = await self.plane.keys(partition)
@@ -67,8 +75,9 @@ async def start_machinery(
                 plane_timeout_s=config.dataplane.timeout_s,
             )
         )
-        await stack.enter_async_context(_watched(servers))
-        fleet = await stack.enter_async_context(open_fleet(config.workers, on_line))
+        deaths = Deaths()
+        await stack.enter_async_context(_watched(servers, deaths))
+        fleet = await stack.enter_async_context(open_fleet(config.workers, deaths, on_line))
         names = [f"generation-{i}" for i in range(config.generation.workers)]
         phase(f"starting workers: training, {', '.join(names)}")
         started: dict[str, WorkerProcess] = {}
@@ -98,6 +107,7 @@ async def start_machinery(
         yield Machinery(
             plane=planes[0],
             fleet=fleet,
+            deaths=deaths,
             trainer=started["training"].client,
             engines=engines,
             max_model_len=await _model_len(config, engines),
@@ -118,10 +128,10 @@ async def _model_len(config: Config, engines: tuple[RpcClient, ...]) -> int:
 
 
 @asynccontextmanager
-async def _watched(servers: LocalServers) -> AsyncGenerator[None]:
+async def _watched(servers: LocalServers, deaths: Deaths) -> AsyncGenerator[None]:
     """The death of a server ends the scope with its error."""
     async with anyio.create_task_group() as tg:
-        tg.start_soon(servers.wait)
+        tg.start_soon(deaths.watch, servers.wait)
         yield
         tg.cancel_scope.cancel()
 

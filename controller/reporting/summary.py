@@ -44,7 +44,7 @@ class Accounts(Struct, frozen=True, kw_only=True):
 
 
 class RunSummary(Accounts, frozen=True, kw_only=True):
-    """The account of the run's rollouts (of all its processes, when it was resumed), and what else is to be known of its end."""
+    """The account of the run's rollouts (also those before a resume), and what else is to be known of its end."""
 
     name: str
     status: Literal["finished", "interrupted", "failed", "stalled"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ async def test_a_run_accounts_for_every_rollout_and_leaves_nothing(config: dict[
     summary = run.summary()
     assert conserved(summary)
     assert (summary["status"], summary["steps"], summary["trained"], summary["dispatched"]) == ("finished", 3, 24, 24)
-    assert "dispatched 24 = trained 24 + evicted  0 + dropped  0 + aborted  0" in run.output
+    assert "dispatched 24 = trained 24 + evicted 0 + dropped 0 + aborted 0" in run.output
     steps = run.metrics()
     assert [s["step"] for s in steps] == [1, 2, 3]
     assert all(s["trainer"]["kl_rollout"] < 1e-3 and s["tokens_per_s"] > 0 for s in steps)
@@ -179,8 +180,6 @@ async def test_a_broken_environment_ends_the_run_with_one_clear_message(
     config: dict[str, Any], folder: Path, environment: str, message: str
 ) -> None:
     run = await finished(using(config, environment), folder, code=1)
-    import re
-
     assert re.search(message, run.output), run.output
     assert "Traceback" not in run.output
     assert conserved(run.summary())
