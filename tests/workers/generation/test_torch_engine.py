@@ -64,7 +64,7 @@ async def generate_all(
 
 
 async def tokens_generated(engine: TorchEngine, n: int) -> None:
-    while engine.stats().generated_tokens < n:  # noqa: ASYNC110 (the engine tells nobody of each token)
+    while engine.stats().generated_tokens < n:
         await anyio.sleep(0.0005)
 
 
