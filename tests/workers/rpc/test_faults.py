@@ -216,7 +216,10 @@ async def test_closing_the_client_ends_its_calls() -> None:
     [
         (b"\x00\xff garbage \r\n\r\n", ProtocolError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", ProtocolError),
-        (b"HTTP/1.1 200 OK\r\nX-Request-Id: other\r\nX-Method: echo\r\nContent-Length: 0\r\n\r\n", ProtocolError),
+        (
+            b"HTTP/1.1 200 OK\r\nX-Request-Id: other\r\nX-Method: echo\r\nContent-Length: 8\r\n\r\n\x81\xa4text\xa1x",
+            ProtocolError,
+        ),
         (b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\nContent-Length: 0\r\n\r\n", ProtocolError),
         (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 4\r\n\r\nnope", ProtocolError),
         (b"HTTP/1.1 200 OK\r\nX-" + b"y" * 100_000 + b"\r\n\r\n", ProtocolError),
