@@ -26,7 +26,9 @@ class DataPlane(Protocol):
     async def put(self, partition: str, rows: Mapping[str, Row], *, timeout: float | None = None) -> None:
         """Write rows, all or none: on an error no row of the call is left behind (unless the outcome is unknown).
 
-        All rows of one call have the same columns. Raises BadRow, RowExists, DataPlaneTimeout("unknown"), DataPlaneDown.
+        All rows of one call have the same columns, and a column has one dtype among the partition's rows. Raises BadRow,
+        RowExists (naming the keys that are there), DataPlaneTimeout, DataPlaneDown. A put that ends after its deadline is
+        undone: it can be tried again, and then waits for that.
         """
         ...
 
@@ -35,19 +37,23 @@ class DataPlane(Protocol):
     ) -> list[dict[str, Column]]:
         """Read `columns` of each key, in the order of `keys`; the arrays are the caller's own copies.
 
-        Raises RowGone (naming the missing keys), RowMismatch, DataPlaneTimeout("none"), DataPlaneDown.
+        A key may be asked for more than once. Raises RowGone (naming the missing keys), RowMismatch (naming those that
+        lack a column), DataPlaneTimeout("none"), DataPlaneDown.
         """
         ...
 
     async def clear(self, partition: str, keys: Collection[str], *, timeout: float | None = None) -> int:
         """Remove rows; keys without a row are ignored (idempotent). Returns how many rows were removed.
 
-        Raises DataPlaneTimeout("unknown"), DataPlaneDown; calling it again is always safe.
+        Raises DataPlaneTimeout, DataPlaneDown; calling it again is always safe.
         """
         ...
 
     async def keys(self, partition: str, *, prefix: str = "", timeout: float | None = None) -> list[str]:
-        """The partition's keys that begin with `prefix`, sorted. Costs O(rows in the partition): not for hot paths."""
+        """The partition's keys that begin with `prefix`, sorted. Costs O(rows in the partition): not for hot paths.
+
+        Includes keys that are occupied but not readable, as a process leaves them that dies within a put: `clear` them.
+        """
         ...
 
     async def aclose(self) -> None:

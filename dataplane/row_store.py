@@ -103,8 +103,8 @@ class RowStore:
         try:
             with anyio.fail_after(ROLLBACK_TIMEOUT_S):
                 await self.clear(partition, keys)
-        except (DataPlaneError, TimeoutError):
-            _log.exception("a failed put of %d rows on partition %r could not be taken back", len(keys), partition)
+        except (DataPlaneError, TimeoutError) as error:
+            _log.error("could not take back a failed put of %d rows on %r: %r", len(keys), partition, error)
             return False
         return True
 
