@@ -73,7 +73,7 @@ class Gate:
         except anyio.get_cancelled_exc_class():
             await self._ledger.settle(call_id, CallFailure.CANCELLED, "the caller stopped waiting")
             raise
-        await self._ledger.commit(call_id, reply)
+        await self._ledger.commit(reply)
         return reply
 
     async def _answer(self, request: CallRequest) -> CallReply:

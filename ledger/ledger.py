@@ -81,8 +81,6 @@ class Ledger:
         """The receipt of an open or sealed rollout as of now; an open one's is rejected as not sealed."""
         return receipts.build(self._rollout(rollout_id))
 
-    # Rollouts
-
     async def open(self, rollout_id: str, group_id: str) -> None:
         """Begin a rollout that was dispatched with the group, once."""
         await self._record(RolloutOpened(rollout_id=ids.check_rollout_id(rollout_id), group_id=group_id))
@@ -121,8 +119,6 @@ class Ledger:
         await self._log.append(event)
         return receipt
 
-    # Calls
-
     async def admit(self, rollout_id: str, fingerprint: Fingerprint) -> Admission:
         """Take a call in, before it is generated. Whoever gets the admission must commit or fail it.
 
@@ -147,8 +143,9 @@ class Ledger:
             raise
         return Admission(call_id=call_id, parent=None if parent is None else parent_coords(parent), lineage=lineage)
 
-    async def commit(self, call_id: str, reply: CallReply) -> None:
+    async def commit(self, reply: CallReply) -> None:
         """The call's tokens are staged where `reply.coords` says. Only once this returns may the agent get the answer."""
+        call_id = reply.coords.call_id
         rollout = self._rollout(ids.rollout_of(call_id))
         await self._record(
             CallCommitted(
@@ -173,8 +170,6 @@ class Ledger:
         with anyio.move_on_after(self._settle_timeout_s, shield=True):
             with suppress(RolloutClosed, UnknownRollout):
                 await self.fail(call_id, reason, detail)
-
-    # Groups
 
     async def dispatched(self, group_id: str, prompt_id: str, rollout_ids: Sequence[str], version: int) -> None:
         """A prompt group is about to be played, its rollouts starting under weight `version`."""

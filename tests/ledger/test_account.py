@@ -150,7 +150,7 @@ async def test_late_calls_are_told_that_the_rollout_is_closed():
     with pytest.raises(RolloutClosed, match="verified"):
         await rig.chat(user("late"))
     with pytest.raises(RolloutClosed, match="verified"):
-        await rig.ledger.commit(reply.coords.call_id, reply)
+        await rig.ledger.commit(reply)
     await rig.ledger.committed("g0")
     await rig.ledger.trained("g0", 0)
     with pytest.raises(UnknownRollout, match="forgotten"):

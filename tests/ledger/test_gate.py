@@ -120,6 +120,46 @@ async def test_generation_waits_for_the_admission_to_be_durable_and_the_answer_f
     assert replies
 
 
+@pytest.mark.parametrize("cancelled_in", [CallAdmitted, None], ids=["admission", "generation"])
+async def test_a_cancelled_call_is_left_only_when_its_failure_is_durable(cancelled_in):
+    durable, waiting = anyio.Event(), anyio.Event()
+
+    class SlowLog(MemoryLog):
+        async def append(self, event: Event) -> None:
+            self.events.append(event)
+            if isinstance(event, CallFailed):
+                await durable.wait()
+            elif cancelled_in is not None and isinstance(event, cancelled_in):
+                waiting.set()
+                await anyio.sleep_forever()
+
+    async def hang(request: CallRequest) -> CallReply:
+        waiting.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    rig = await started(log=SlowLog())
+    rig.worker.generate = hang
+    left = anyio.Event()
+
+    async def chat(scope: anyio.CancelScope) -> None:
+        with scope:
+            await rig.chat(user("a"))
+        left.set()
+
+    async with anyio.create_task_group() as tg:
+        scope = anyio.CancelScope()
+        tg.start_soon(chat, scope)
+        await waiting.wait()
+        scope.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert isinstance(rig.events()[-1], CallFailed)
+        assert not left.is_set()
+        durable.set()
+        with anyio.fail_after(10):
+            await left.wait()
+
+
 async def test_a_log_that_hangs_cannot_hold_a_cancelled_call():
     class HangingLog(MemoryLog):
         async def append(self, event: Event) -> None:
@@ -362,6 +402,6 @@ async def test_a_call_cannot_be_committed_under_another_parent_than_it_was_admit
     admission = await rig.ledger.admit("g0.0", fingerprint([user("b")]))
     coords = replace(first.coords, call_id=admission.call_id, parent_call_id=first.coords.call_id)
     with pytest.raises(IllegalTransition, match="another parent"):
-        await rig.ledger.commit(admission.call_id, replace(first, coords=coords))
+        await rig.ledger.commit(replace(first, coords=coords))
     with pytest.raises(IllegalTransition, match="committed"):
-        await rig.ledger.commit(admission.call_id, first)
+        await rig.ledger.commit(first)

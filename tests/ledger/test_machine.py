@@ -172,12 +172,12 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         call = data.draw(st.sampled_from(waiting))
         if failure is None:
-            self.do(self.rig.ledger.commit(call.id, call.reply))
+            self.do(self.rig.ledger.commit(call.reply))
             call.state = "committed"
         else:
             self.do(self.rig.ledger.fail(call.id, failure, "told to"))
             call.state, call.failure = "failed", failure
-        self.refused(self.rig.ledger.commit(call.id, call.reply))
+        self.refused(self.rig.ledger.commit(call.reply))
         self.refused(self.rig.ledger.fail(call.id, CallFailure.TIMEOUT, ""))
 
     @rule(data=st.data())
@@ -249,7 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.refused(self.rig.ledger.admit(rollout.id, fingerprint([user("late")])), RolloutClosed)
         self.refused(self.rig.ledger.declare_terminal(rollout.id, ""), RolloutClosed)
         for call in rollout.calls:
-            self.refused(self.rig.ledger.commit(call.id, call.reply), RolloutClosed)
+            self.refused(self.rig.ledger.commit(call.reply), RolloutClosed)
             self.refused(self.rig.ledger.fail(call.id, CallFailure.TIMEOUT, ""), RolloutClosed)
         self.refused(self.rig.ledger.seal(rollout.id))
 
@@ -311,4 +311,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestLedger.settings = settings(max_examples=150, stateful_step_count=50)
