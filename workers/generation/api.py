@@ -11,12 +11,13 @@ from workers.rpc.method import Empty, Method
 
 
 class EngineSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the torch engine. `max_batch`: requests that decode together; `max_model_len`: tokens per request."""
+    """Settings of the torch engine. Its KV cache grows to the largest batch times the longest request it has seen."""
 
     kind: str = "torch"
     max_batch: int = 128
+    """Requests that decode together."""
     max_model_len: int | None = None
-    """None takes the model's own limit."""
+    """Tokens per request, prompt and completion; None takes the model's own limit."""
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = 1

@@ -125,7 +125,7 @@ class TorchEngine:
         """See `Engine.pause`. A pause that is cancelled is taken back."""
         try:
             await self._call(lambda: self._set_paused(True))
-        except asyncio.CancelledError:
+        except anyio.get_cancelled_exc_class():
             self._post(lambda: self._set_paused(False))
             raise
 
@@ -195,6 +195,7 @@ class TorchEngine:
 
     def _die(self, cause: BaseException) -> None:
         self._dead = self._dead or cause
+        self._running = self._held_tokens = 0
         for future in self._pending:
             _fail(future, _obituary(cause))
 
