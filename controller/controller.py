@@ -165,10 +165,10 @@ class Controller:
                 snapshot=self._snapshot,
             )
         )
-        progress = self._observer.progress
+        doing = self._observer.doing
         environment, prompts = await anyio.to_thread.run_sync(self._make_environment)
         self._machinery: Machinery = await stack.enter_async_context(
-            start_machinery(config, on_line=progress.worker_line, phase=progress.phase)
+            start_machinery(config, on_line=self._observer.worker_line, phase=doing)
         )
         checkpoints = Checkpoints(
             self._run_dir / CHECKPOINTS,
@@ -177,7 +177,7 @@ class Controller:
             timeout_s=config.training.step_timeout_s,
         )
         if checkpoint is not None:
-            progress.phase(f"loading {checkpoint}")
+            doing(f"loading {checkpoint}")
             await checkpoints.load(checkpoint)
         self._run = Run(
             config,
@@ -194,11 +194,11 @@ class Controller:
             on_step=self._after_step,
         )
         if resumed is not None:
-            progress.phase(f"bringing the engines to weight version {resumed.step}")
+            doing(f"bringing the engines to weight version {resumed.step}")
             await self._run.weight_sync.sync(resumed.step)
         _quiet_interpreter(stack)
         self._tasks: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
-        progress.phase(None)
+        doing(None)
 
     def _make_environment(self) -> tuple[Environment, Iterator[Prompt]]:
         settings = self._config.environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from controller.reporting.progress import Progress
 from controller.reporting.step_report import StepReport
 from controller.reporting.trace import TraceLog
 from controller.reporting.writer import ReportWriter
+
+logger = logging.getLogger(__name__)
 
 
 class Observer:
@@ -27,6 +30,17 @@ class Observer:
     def step(self, report: StepReport) -> None:
         self._metrics.write(report)
         self.progress.step(report)
+        logger.info("step %d done in %.2f s, reward %s", report.step, report.seconds, report.reward_mean)
+
+    def doing(self, what: str | None) -> None:
+        """What the controller as a whole does: starting up, winding down; None while it trains."""
+        self.progress.phase(what)
+        logger.info("%s", what or "training")
+
+    def worker_line(self, worker: str, line: str) -> None:
+        """What a worker process printed."""
+        self.progress.worker_line(worker, line)
+        logger.info("[%s] %s", worker, line)
 
     def call(self, rollout_id: str, start_s: float, end_s: float) -> None:
         """A model call, on `time.monotonic()`'s clock."""

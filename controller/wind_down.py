@@ -105,7 +105,7 @@ class WindDown:
 
     @contextmanager
     def _part(self, what: str) -> Generator[None]:
-        self._observer.progress.phase(what)
+        self._observer.doing(what)
         try:
             yield
         except Exception as e:

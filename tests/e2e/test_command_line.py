@@ -90,7 +90,7 @@ async def test_a_run_accounts_for_every_rollout_and_leaves_nothing(config: dict[
     assert "dispatched 24 = trained 24 + evicted 0 + dropped 0 + aborted 0" in run.output
     steps = run.metrics()
     assert [s["step"] for s in steps] == [1, 2, 3]
-    assert all(s["trainer"]["kl_rollout"] < 1e-3 and s["tokens_per_s"] > 0 for s in steps)
+    assert all(s["tokens_per_s"] > 0 for s in steps)
     assert steps[0]["trainer"]["logprob_diff_max"] < 1e-4
     assert "swept" not in run.output
     for name in ("trace.json", "report.png", "config.json", "controller.log"):
@@ -253,4 +253,5 @@ async def test_a_second_turn_continues_the_exact_tokens(config: dict[str, Any], 
     run = await finished(using(config, "TwoTurns"), folder)
     assert conserved(run.summary())
     assert run.summary()["drop_reasons"] == {}
-    assert all(s["environment"] == {"turns": 2.0} and s["trainer"]["kl_rollout"] < 1e-3 for s in run.metrics())
+    assert all(s["environment"] == {"turns": 2.0} for s in run.metrics())
+    assert run.metrics()[0]["trainer"]["logprob_diff_max"] < 1e-4
