@@ -33,7 +33,12 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Module
 
     cast(Any, logging).disable_progress_bar()
     loaded, info = cast(Any, AutoModelForCausalLM).from_pretrained(
-        path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        path,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
     )
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"weights are missing or misshapen: {sorted(info['missing_keys'])} {info['mismatched_keys']}")

@@ -57,6 +57,8 @@ def collate(
     lengths: Sequence[int] | None = None,
 ) -> Batch:
     """Check the rows and pad them. `lengths` are the announced ones. Raises BadTrainRow naming the key and what is wrong."""
+    if not rows:
+        raise BadTrainRow("there are no rows to train on")
     for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
         _check(key, row, vocab_size, None if lengths is None else lengths[i])
     ids = np.zeros((len(rows), max(len(row["input_ids"]) for row in rows)), dtype=np.int64)

@@ -81,6 +81,11 @@ def test_a_length_that_was_not_announced_is_refused():
         collated(row(), lengths=[5])
 
 
+def test_no_rows_are_refused():
+    with pytest.raises(BadTrainRow, match="no rows"):
+        collated()
+
+
 def test_logprobs_of_tokens_outside_the_loss_do_not_matter():
     masked = row()
     masked["rollout_logprobs"][2] = np.nan

@@ -30,7 +30,10 @@ from workers.training.trainer import Trainer
 
 pytestmark = pytest.mark.anyio
 
-NO_PLANE = PlaneSpec(controller=ServerAddress(role="controller", id="c", ip="", ports={}), storage=())
+NO_PLANE = PlaneSpec(
+    controller=ServerAddress(role="controller", id="c", ip="127.0.0.1", ports={}),
+    storage=(ServerAddress(role="storage", id="s", ip="127.0.0.1", ports={}),),
+)
 
 
 def spec_of(model: Path, folder: Path, **changes: Any) -> api.TrainingSpec:

@@ -49,6 +49,7 @@ def long_rows(count: int, length: int) -> Rows:
     }
 
 
+@pytest.mark.slow
 async def test_steps_end_to_end(model: Path, tmp_path: Path):
     rows, long = random_rows(6), long_rows(32, 400)
     announced = train_rows(rows)
