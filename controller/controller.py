@@ -39,6 +39,7 @@ from controller.watchdog import RunStalled
 from controller.wind_down import Status, WindDown
 from workers.environments.base import Environment, Prompt
 from workers.environments.registry import make_environment
+from workers.open_files import allow_many_connections
 
 DEATH_NEWS_S = 3.0
 """After a broken connection, how long to wait for the news that the process behind it has died."""
@@ -151,6 +152,7 @@ class Controller:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         config = self._config
+        allow_many_connections()
         findings = await anyio.to_thread.run_sync(check_config, config)
         if findings.problems:
             raise ConfigError(findings.problems)

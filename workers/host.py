@@ -27,7 +27,6 @@ import gc
 import importlib.util
 import logging
 import os
-import resource
 import select
 import shutil
 import signal
@@ -44,6 +43,7 @@ import anyio
 import msgspec
 from msgspec import Struct
 
+from workers.open_files import allow_many_connections
 from workers.rpc.server import RpcServer, sole_error
 from workers.rpc.wire import sendable
 from workers.startup import MAX_LINE_BYTES, Assignment, Ready, StartFailed, encode_line
@@ -55,7 +55,6 @@ Serve = Callable[[Spec, RpcServer], AbstractAsyncContextManager[None]]
 
 GONE_GRACE_S = 2.0
 """From the launcher's end to the worker's kill."""
-_MAX_OPEN_FILES = 65536
 
 
 class StartupError(Exception):
@@ -80,9 +79,7 @@ def run_worker(spec_type: type[Spec], serve: Serve[Spec]) -> NoReturn:
     faulthandler.register(signal.SIGUSR1)
     # A thread that holds the GIL in Python code delays the loop by one interval; the default is 5 ms.
     sys.setswitchinterval(0.001)
-    # A call in flight holds a connection; the usual limit of 1024 is near.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, _MAX_OPEN_FILES), most))
+    allow_many_connections()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     assignment = _read_assignment()
     os.set_inheritable(assignment.report_fd, False)
