@@ -30,6 +30,25 @@ async def running_engine(
         await engine.aclose()
 
 
+def freeze_after(engine: TorchEngine, tokens: int) -> None:
+    """Have the engine stand still once it has generated `tokens` more tokens, as if paused just then; see `frozen`."""
+    target = engine.stats().generated_tokens + tokens
+
+    def step() -> None:
+        TorchEngine._step(engine)
+        if engine._generated >= target:
+            engine._paused = True
+            del engine._step
+
+    engine._step = step
+
+
+async def frozen(engine: TorchEngine) -> None:
+    """Wait for the standstill, which `engine.resume` ends."""
+    while not engine._paused:
+        await anyio.sleep(0.001)
+
+
 def load(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 

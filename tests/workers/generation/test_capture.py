@@ -22,7 +22,7 @@ from ledger.links import link_of
 from ledger.records import CallReply, CallRequest, Message, ParentCoords, Sampling, WeightSpan
 from ledger.verify import RowPlan, VerifiedRow, materialize
 from tests.models import END, TEMPLATE, tiny_lm, tiny_model, tiny_tokenizer
-from tests.workers.generation.helpers import load, reference_logprobs
+from tests.workers.generation.helpers import freeze_after, frozen, load, reference_logprobs
 from workers.generation.api import EngineSpec
 from workers.generation.capture import Capture
 from workers.generation.rendering import ChatRenderer
@@ -181,18 +181,19 @@ async def test_a_weight_change_in_mid_call_is_in_the_row(model_dir: Path, tmp_pa
     async with rigged(model_dir, stop=False) as rig:
 
         async def call() -> None:
-            replies.append(await rig.capture.answer(rig.request(user("hi"), max_tokens=400)))
+            replies.append(await rig.capture.answer(rig.request(user("hi"), max_tokens=20)))
 
         async with anyio.create_task_group() as group:
+            freeze_after(rig.engine, 5)
             group.start_soon(call)
-            while rig.engine.stats().generated_tokens < 5:
-                await anyio.sleep(0.0005)
+            await frozen(rig.engine)
             await rig.engine.load_weights(tmp_path / "w", 3)
+            await rig.engine.resume()
         (reply,) = replies
-        (before, after), carry = reply.coords.weight_spans, reply.coords.carry_len
-        assert (before.version, after.version) == (0, 3)
+        carry = reply.coords.carry_len
+        assert reply.coords.weight_spans == (WeightSpan(0, 0, 5), WeightSpan(3, 5, 20))
         versions = (await rig.row(reply)).weight_versions.tolist()
-        assert versions == [0] * (carry + before.end) + [3] * (after.end - after.start)
+        assert versions == [0] * (carry + 5) + [3] * 15
         assert (await rig.verified([reply])).oldest_version == 0
 
 

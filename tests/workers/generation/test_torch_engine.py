@@ -17,6 +17,8 @@ from ledger.records import Sampling, WeightSpan
 from tests.models import END, tiny_lm, tiny_model
 from tests.workers.generation.helpers import (
     distribution,
+    freeze_after,
+    frozen,
     load,
     reference_logprobs,
     running_engine,
@@ -127,12 +129,16 @@ async def test_weights_change_in_mid_generation(tmp_path: Path, arch: str, overr
             async def run() -> None:
                 results.extend(await generate_all(engine, requests))
 
+            freeze_after(engine, 80)
             group.start_soon(run)
-            await tokens_generated(engine, 80)
+            await frozen(engine)
             await engine.load_weights(tmp_path / "7", 7)
             assert engine.weight_version == engine.stats().weight_version == 7
-            await tokens_generated(engine, engine.stats().generated_tokens + 80)
+            freeze_after(engine, 80)
+            await engine.resume()
+            await frozen(engine)
             await engine.load_weights(tmp_path / "9", 9)
+            await engine.resume()
         requests.append(late)
         results.append(await engine.generate("late", *late))
 
@@ -314,9 +320,10 @@ async def test_a_pause_freezes_requests_and_a_resume_continues_them(model_dir: P
         async def run(name: str) -> None:
             results[name] = await engine.generate(name, [5, 6], Sampling(max_tokens=100, seed=1))
 
+        freeze_after(engine, 20)
         group.start_soon(run, "kept")
         group.start_soon(run, "aborted")
-        await tokens_generated(engine, 20)
+        await frozen(engine)
         await engine.pause()
         done = engine.stats().generated_tokens
         group.start_soon(run, "queued")
@@ -344,7 +351,7 @@ async def test_a_cancelled_pause_is_taken_back(model_dir: Path) -> None:
 async def test_a_weights_file_that_does_not_fit_changes_nothing(model_dir: Path, tmp_path: Path) -> None:
     save_weights(tiny_lm(seed=2, tie_word_embeddings=False), tmp_path / "untied")
     save_weights(tiny_lm(seed=2), tmp_path / "half", dtype=torch.bfloat16)
-    sampling = Sampling(max_tokens=150, seed=0)
+    sampling = Sampling(max_tokens=50, seed=0)
     got: list[Generation] = []
 
     async with running_engine(model_dir) as engine, anyio.create_task_group() as group:
@@ -352,17 +359,19 @@ async def test_a_weights_file_that_does_not_fit_changes_nothing(model_dir: Path,
         async def run() -> None:
             got.append(await engine.generate("r", [5, 6, 7], sampling))
 
+        freeze_after(engine, 5)
         group.start_soon(run)
+        await frozen(engine)
         for name, message in (
             ("untied", "not in the model lm_head.weight"),
             ("half", "BF16"),
             ("none", "No such file"),
         ):
-            await tokens_generated(engine, engine.stats().generated_tokens + 5)
             with pytest.raises(ValueError, match=message):
                 await engine.load_weights(tmp_path / name, 1)
             assert engine.weight_version == 0
-    assert got[0].weight_spans == (WeightSpan(0, 0, 150),)
+        await engine.resume()
+    assert got[0].weight_spans == (WeightSpan(0, 0, 50),)
     assert worst_error({0: load(model_dir)}, [5, 6, 7], got[0], sampling) <= TOLERANCE
 
 
