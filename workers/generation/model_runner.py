@@ -39,7 +39,7 @@ class ModelRunner:
             max_tokens=self.max_model_len,
             device=self.device,
         )
-        # transformers 5.20 renamed the argument.
+        # Older and newer transformers name the argument differently.
         forward = inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if "cache" in forward else "past_key_values"
         self._check_cached_decoding(path)
