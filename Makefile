@@ -1,0 +1,48 @@
+# make run   trains the quickstart's model        make check   lint, format, types, imports
+# make test  runs the tests                       make clean   removes what these made
+#
+# Everything goes into .venv, runs/ and models/. Variables: PYTHON (3.11 or newer), TORCH (what pip installs first; pip's own
+# options may follow), ARGS (appended to the controller's or pytest's command line).
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+MODEL := models/quickstart/warm_start.json
+
+# The models of the quickstart and the tests are tiny: more threads cost more than they bring.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install model run test check clean
+
+install: $(INSTALLED)
+
+# torch comes first so that the dependencies find it: its build (CPU, or a CUDA version) is then yours to choose.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,envs]'
+	@touch $@
+
+model: $(MODEL)
+
+$(MODEL): | $(INSTALLED)
+	$(BIN)/python examples/prepare_quickstart.py models/quickstart
+
+run: $(INSTALLED) $(MODEL)
+	$(BIN)/python -m controller --config examples/quickstart.yaml --resume never $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv models/quickstart models/quickstart.unfinished runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,107 @@
+"""Every command that a user is told to type works: each line of a `bash` block in the documents is run, here or in CI."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.running import conserved
+from tests.examples.conftest import ROOT, run
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+BASH_BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SMALL = ("--set", "run.steps=2", "--set", "rollout.groups_per_step=2")
+
+
+def in_ci(command: str, workspace: Path) -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert any(line == command or line.startswith(f"{command} ARGS=") for line in lines)
+
+
+def expands_to(*parts: str) -> Callable[[str, Path], None]:
+    def check(command: str, workspace: Path) -> None:
+        output = run("make", "--dry-run", *shlex.split(command)[1:], cwd=ROOT)
+        for part in parts:
+            assert part in output
+
+    return check
+
+
+def prints(expected: str, *more: str) -> Callable[[str, Path], None]:
+    def check(command: str, workspace: Path) -> None:
+        assert expected in execute(command, workspace, *more)
+
+    return check
+
+
+def trains(run_dir: str, *more: str) -> Callable[[str, Path], None]:
+    """The command, shortened by `more`, trains, and its account balances."""
+
+    def check(command: str, workspace: Path) -> None:
+        execute(command, workspace, *more)
+        summary = json.loads((workspace / run_dir / "summary.json").read_text())
+        assert summary["status"] == "finished"
+        assert summary["trained"] > 0
+        assert conserved(summary), summary
+
+    return check
+
+
+def execute(command: str, workspace: Path, *more: str) -> str:
+    program, *arguments = shlex.split(command)
+    folder, _, name = program.rpartition("/")
+    assert folder == ".venv/bin", "documented programs are those of the virtual environment that make sets up"
+    return run(str(Path(sys.executable).parent / name), *arguments, *more, cwd=workspace)
+
+
+COMMANDS: dict[str, Callable[[str, Path], None]] = {
+    "make run": in_ci,
+    "make test": in_ci,
+    "make check": in_ci,
+    'make test ARGS="tests/workers/environments -k reverse"': expands_to(
+        "-m pytest tests/workers/environments -k reverse"
+    ),
+    ".venv/bin/python -m controller --config examples/my_environment.yaml": trains("runs/my_environment", *SMALL),
+    ".venv/bin/python examples/custom_training_script.py": trains("runs/custom", *SMALL),
+    ".venv/bin/python -m controller --config examples/quickstart.yaml --check": prints("341,376 parameters"),
+    ".venv/bin/python -m controller --config examples/quickstart.yaml --set run.dir=runs/wide --set rollout.group_size=16": (
+        trains("runs/wide", *SMALL)
+    ),
+    ".venv/bin/tensorboard --logdir runs": prints("2.", "--version"),
+}
+
+
+def documented() -> list[str]:
+    lines = [
+        line
+        for document in DOCUMENTS
+        for block in BASH_BLOCK.findall(document.read_text())
+        for line in block.splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+    return list(dict.fromkeys(lines))
+
+
+@pytest.mark.parametrize("command", documented())
+def test_a_documented_command_works(command: str, workspace: Path) -> None:
+    assert command in COMMANDS, "say in COMMANDS how this command of the documents is to be run"
+    COMMANDS[command](command, workspace)
+
+
+def test_no_command_is_tested_that_is_not_documented() -> None:
+    assert set(COMMANDS) <= set(documented())
+
+
+def test_the_training_script_stops_at_its_own_rule(workspace: Path) -> None:
+    script = str(ROOT / "examples" / "custom_training_script.py")
+    output = run(sys.executable, script, "--good-enough", "0", *SMALL, "--set", "run.steps=60", cwd=workspace)
+    assert "good enough" in output
+    summary = json.loads((workspace / "runs/custom/summary.json").read_text())
+    assert 10 <= summary["steps"] < 60
+    assert conserved(summary), summary
