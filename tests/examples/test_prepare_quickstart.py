@@ -60,7 +60,7 @@ def test_a_finished_model_is_left_alone_and_another_one_is_not_overwritten(
 
     prepare(out)
     assert capsys.readouterr().out == f"{out} is ready\n"
-    with pytest.raises(SystemExit, match="was made with .*'seed': 0.*--force replaces it"):
+    with pytest.raises(SystemExit, match=r"was made with .*'seed': 0.*--force replaces it"):
         prepare(out, "--seed", "1")
 
     after = (out / "model.safetensors").stat()
