@@ -5,14 +5,16 @@ Whatever happens to a call, error, timeout or cancellation at any point, it ends
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
+from msgspec.structs import replace
 
 from ledger.errors import CallFailedError, CallRefused, TooManyCalls
 from ledger.ledger import Ledger
-from ledger.lineage import fingerprint
+from ledger.lineage import Fingerprint, fingerprint, fingerprint_prompt
 from ledger.links import check_link, link_of
 from ledger.reasons import CallFailure
 from ledger.records import CallReply, CallRequest, Message, Sampling
@@ -21,7 +23,7 @@ from ledger.records import CallReply, CallRequest, Message, Sampling
 class Gate:
     """`generate` answers a call after staging its tokens; it raises CallRefused for a request that it did not sample.
 
-    `call_timeout_s` is its deadline.
+    `call_timeout_s` is its deadline. A call without a seed of its own gets one derived from `seed` and the call's id.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class Gate:
         *,
         max_calls_per_rollout: int,
         call_timeout_s: float,
+        seed: int = 0,
     ) -> None:
         self._ledger = ledger
         self._generate = generate
         self._max_calls = max_calls_per_rollout
         self._call_timeout_s = call_timeout_s
+        self._seed = seed
 
     async def chat(
         self,
@@ -44,26 +48,50 @@ class Gate:
         *,
         sampling: Sampling,
         tools: Sequence[Mapping[str, Any]] = (),
+        parse_tool_calls: bool = True,
+        logprobs: bool = False,
     ) -> CallReply:
-        """The model's next message. Raises UnknownRollout, RolloutClosed, TooManyCalls, CallRefused or CallFailedError.
+        """The model's next message. Raises UnknownRollout, RolloutClosed, TooManyCalls, CallRefused or CallFailedError; any
+        other error is the ledger's own, after which the run has to end.
 
         A cancellation leaves the call failed, or committed when it came after the tokens were put on record.
         """
+        request = CallRequest(
+            rollout_id=rollout_id,
+            call_id="",
+            messages=tuple(messages),
+            sampling=sampling,
+            tools=tuple(dict(tool) for tool in tools),
+            parse_tool_calls=parse_tool_calls,
+            logprobs=logprobs,
+        )
+        return await self._call(request, fingerprint(messages, tools))
+
+    async def complete(
+        self, rollout_id: str, prompt: str | Sequence[int], *, sampling: Sampling, logprobs: bool = False
+    ) -> CallReply:
+        """What the model adds to a text, or to token ids, without a chat template. A root; the rest is as in `chat`."""
+        request = CallRequest(
+            rollout_id=rollout_id,
+            call_id="",
+            messages=(),
+            prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+            sampling=sampling,
+            logprobs=logprobs,
+        )
+        return await self._call(request, fingerprint_prompt(prompt))
+
+    async def _call(self, request: CallRequest, place: Fingerprint) -> CallReply:
+        rollout_id = request.rollout_id
         if self._ledger.call_count(rollout_id) >= self._max_calls:
             raise TooManyCalls(rollout_id, self._max_calls)
-        admission = await self._ledger.admit(rollout_id, fingerprint(messages, tools))
+        admission = await self._ledger.admit(rollout_id, place)
         call_id = admission.call_id
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=self._seed_of(call_id))
         try:
-            reply = await self._answer(
-                CallRequest(
-                    rollout_id=rollout_id,
-                    call_id=call_id,
-                    messages=tuple(messages),
-                    sampling=sampling,
-                    tools=tuple(dict(tool) for tool in tools),
-                    parent=admission.parent,
-                )
-            )
+            reply = await self._answer(replace(request, call_id=call_id, parent=admission.parent, sampling=sampling))
         except CallFailedError as e:
             await self._ledger.settle(call_id, e.reason, e.detail)
             raise
@@ -75,6 +103,9 @@ class Gate:
             raise
         await self._ledger.commit(reply)
         return reply
+
+    def _seed_of(self, call_id: str) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self._seed}/{call_id}".encode()).digest()[:8], "big") >> 1
 
     async def _answer(self, request: CallRequest) -> CallReply:
         """A checked reply, or CallFailedError or CallRefused."""
@@ -106,6 +137,8 @@ def _contradiction(request: CallRequest, reply: CallReply) -> str | None:
     rejection = check_link(link, rollout_id=request.rollout_id, prev_len=0 if parent is None else parent.cum_len)
     if rejection is not None:
         return f"{rejection.reason}: {rejection.detail}"
+    if request.logprobs and (reply.logprobs is None or len(reply.logprobs) != link.generated):
+        return f"it does not hold the logprobs of its {link.generated} tokens"
     if (reply.prompt_tokens, reply.completion_tokens) != (link.prev_len + link.carry_len, link.generated):
         return (
             f"it counts {reply.prompt_tokens} + {reply.completion_tokens} tokens, "

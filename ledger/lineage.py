@@ -16,6 +16,7 @@ from msgspec import Struct
 from ledger.records import Message
 
 _DOMAIN = b"monoloop-conversation-v1"
+_PROMPT_DOMAIN = b"monoloop-prompt-v1"
 _json = msgspec.json.Encoder(order="sorted")
 
 
@@ -44,6 +45,12 @@ def fingerprint(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] 
         if message.role == "assistant":
             history, history_messages = state, count
     return Fingerprint(history=history, history_messages=history_messages, request=state, messages=len(messages))
+
+
+def fingerprint_prompt(prompt: str | Sequence[int]) -> Fingerprint:
+    """Fingerprint a text or token ids that are completed without a chat template: always a root, and never continued."""
+    request = hashlib.sha256(_PROMPT_DOMAIN + _json.encode(prompt)).hexdigest()
+    return Fingerprint(history=None, history_messages=0, request=request, messages=0)
 
 
 def extend(state: str, message: Message) -> str:

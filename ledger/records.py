@@ -45,6 +45,8 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Extra stop tokens; the model's own end-of-turn tokens always stop."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion. The tokens that spell one are kept and staged; the message is cut before it."""
     seed: int | None = None
 
 
@@ -76,6 +78,12 @@ class CallRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     sampling: Sampling
     tools: tuple[dict[str, Any], ...] = ()
     """OpenAI tool specifications ({"type": "function", "function": {...}})."""
+    parse_tool_calls: bool = True
+    """False leaves the text of tool calls in the content."""
+    prompt: str | tuple[int, ...] | None = None
+    """Instead of messages: text or token ids to complete, without a chat template."""
+    logprobs: bool = False
+    """Whether the reply is to hold the generated tokens' texts and logprobs."""
     parent: ParentCoords | None = None
 
 
@@ -103,9 +111,18 @@ class CallCoords(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.prev_len + self.delta_len
 
 
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """A generated token as an agent may ask for it; `logprob` is the natural log, under the distribution sampled from."""
+
+    token: str
+    logprob: float
+
+
 class CallReply(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     coords: CallCoords
     message: Message
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One per generated token, if the request asked for them."""
