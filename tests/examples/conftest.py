@@ -20,7 +20,7 @@ def run(*command: str, cwd: Path, code: int = 0) -> str:
     done = subprocess.run(
         command,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+        env={**_environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -28,6 +28,12 @@ def run(*command: str, cwd: Path, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stdout
     return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what the `make test` around it would tell another make."""
+    of_make = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS")
+    return {name: value for name, value in os.environ.items() if name not in of_make}
 
 
 @pytest.fixture(scope="session")
