@@ -60,7 +60,9 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> Generation:
-        """Sample one completion. Cancelling the caller aborts the request; nothing of it stays in the engine.
+        """Sample one completion, until a stop token, a stop string (whose tokens are kept) or the limit ends it.
+
+        Cancelling the caller aborts the request; nothing of it stays in the engine.
 
         The completion is cut at `max_model_len` (finish reason "length"). Raises ValueError for a request that cannot be run
         (a prompt that is empty, too long or out of the vocabulary; sampling that defines no distribution; an id that is

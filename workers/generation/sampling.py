@@ -29,6 +29,7 @@ def check(sampling: Sampling, vocab_size: int) -> None:
             all(0 <= t < vocab_size for t in s.stop_token_ids),
             f"0 to {vocab_size - 1}",
         ),
+        ("stop", s.stop, all(s.stop), "texts of at least one character"),
     ):
         if not fine:
             raise ValueError(f"sampling.{name} is {value!r}; allowed: {allowed}")

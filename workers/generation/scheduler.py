@@ -12,6 +12,7 @@ import numpy as np
 
 from ledger.records import FinishReason, Sampling, WeightSpan
 from workers.generation.engine import Generation
+from workers.generation.stop_text import StopText
 
 
 class RequestState(Enum):
@@ -35,6 +36,7 @@ class Request:
     """Prompt and completion end at this many tokens."""
     stop: frozenset[int]
     rng: np.random.Generator
+    stop_text: StopText | None = None
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list[float])
@@ -62,7 +64,7 @@ class Request:
         """Add a sampled token; True when it ends the request."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in self.stop:
+        if token in self.stop or self._said_to_stop():
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_len:
             self.finish_reason = "length"
@@ -83,6 +85,9 @@ class Request:
                 WeightSpan(version, start, end) for (version, start), (_, end) in pairwise(starts) if start < end
             ),
         )
+
+    def _said_to_stop(self) -> bool:
+        return self.stop_text is not None and self.stop_text.reached(self.tokens, len(self.tokens) - len(self.logprobs))
 
     def _move(self, old: RequestState, new: RequestState) -> None:
         if self.state is not old:

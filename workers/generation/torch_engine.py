@@ -22,6 +22,7 @@ from workers.generation.api import EngineSpec
 from workers.generation.engine import EngineDead, EngineStats, Generation
 from workers.generation.model_runner import ModelRunner
 from workers.generation.scheduler import Request, Scheduler
+from workers.generation.stop_text import Decode, StopText
 
 T = TypeVar("T")
 
@@ -34,13 +35,20 @@ class TorchEngine:
 
     @classmethod
     async def start(
-        cls, model_path: Path, spec: EngineSpec, *, stop_token_ids: Collection[int] = (), seed: int = 0
+        cls,
+        model_path: Path,
+        spec: EngineSpec,
+        *,
+        stop_token_ids: Collection[int] = (),
+        seed: int = 0,
+        decode: Decode | None = None,
     ) -> TorchEngine:
         """Load the model, in the compute thread. `stop_token_ids` end every request; `seed` serves requests without one.
+        `decode` finds stop strings; without it they are refused.
 
         Raises StartupError when the model cannot be served. A cancellation leaves a thread that ends once loading does.
         """
-        engine = cls(spec, stop_token_ids, seed)
+        engine = cls(spec, stop_token_ids, seed, decode)
         threading.Thread(target=engine._run, args=(model_path,), name="torch-engine", daemon=True).start()
         try:
             await engine._outcome(engine._loaded)
@@ -49,9 +57,10 @@ class TorchEngine:
             raise
         return engine
 
-    def __init__(self, spec: EngineSpec, stop_token_ids: Collection[int], seed: int) -> None:
+    def __init__(self, spec: EngineSpec, stop_token_ids: Collection[int], seed: int, decode: Decode | None) -> None:
         self._spec = spec
         self._stop = frozenset(stop_token_ids)
+        self._decode = decode
 
         # Of the event loop.
         self._loop = asyncio.get_running_loop()
@@ -97,6 +106,8 @@ class TorchEngine:
             )
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is running already")
+        if sampling.stop and self._decode is None:
+            raise ValueError("this engine was started without a decoder, which stop strings need")
         seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(1 << 63))
         request = Request(
             request_id=request_id,
@@ -105,6 +116,7 @@ class TorchEngine:
             max_len=min(len(prompt) + sampling.max_tokens, self._max_model_len),
             stop=self._stop.union(sampling.stop_token_ids),
             rng=np.random.default_rng(seed % (1 << 64)),
+            stop_text=StopText(self._decode, sampling.stop) if self._decode and sampling.stop else None,
         )
         future: asyncio.Future[Generation] = self._loop.create_future()
         self._requests[request_id] = request

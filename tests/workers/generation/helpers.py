@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM
 from ledger.records import Sampling
 from workers.generation.api import EngineSpec
 from workers.generation.engine import Generation
+from workers.generation.stop_text import Decode
 from workers.generation.torch_engine import TorchEngine
 
 
 @asynccontextmanager
 async def running_engine(
-    path: Path, *, stop: Sequence[int] = (), seed: int = 0, **spec: Any
+    path: Path, *, stop: Sequence[int] = (), seed: int = 0, decode: Decode | None = None, **spec: Any
 ) -> AsyncIterator[TorchEngine]:
-    engine = await TorchEngine.start(path, EngineSpec(**spec), stop_token_ids=stop, seed=seed)
+    engine = await TorchEngine.start(path, EngineSpec(**spec), stop_token_ids=stop, seed=seed, decode=decode)
     try:
         with anyio.fail_after(60):
             yield engine
