@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from ledger.errors import IllegalTransition, UnknownGroup
 from ledger.events import (
+    Compacted,
     GroupAborted,
     GroupCommitted,
     GroupDispatched,
@@ -80,6 +81,8 @@ class Groups:
         self._live: dict[str, _Group] = {}
         self._group_of: dict[str, str] = {}
         self._dispatched = 0
+        self.last = ""
+        """The group that was dispatched last, also when it has ended."""
         self._ends: Counter[type[GroupEnd]] = Counter()
 
     @property
@@ -93,6 +96,10 @@ class Groups:
             aborted=ends[GroupAborted],
             live=sum(len(group.stages) for group in self._live.values()),
         )
+
+    @property
+    def live(self) -> list[str]:
+        return list(self._live)
 
     def stage(self, rollout_id: str) -> Stage | None:
         """None when no live group has this rollout."""
@@ -121,6 +128,20 @@ class Groups:
                 self._end(event.group_id)
                 self._ends[type(event)] += len(group.stages)
 
+    def compacted(self, event: Compacted) -> None:
+        """Begin with the counts of groups that are no longer on record."""
+        if self._dispatched:
+            raise IllegalTransition("the account", f"of {self._dispatched} rollouts", "begun again")
+        ends = {
+            GroupTrained: event.trained,
+            GroupEvicted: event.evicted,
+            GroupDropped: event.dropped,
+            GroupAborted: event.aborted,
+        }
+        self._ends.update(ends)
+        self._dispatched = sum(ends.values())
+        self.last = event.last_group
+
     def opened(self, rollout_id: str, group_id: str) -> None:
         """The rollout, dispatched with this group, begins."""
         group = self._group(group_id)
@@ -147,6 +168,7 @@ class Groups:
         self._live[event.group_id] = _Group(dict.fromkeys(event.rollout_ids, Stage.EXPECTED))
         self._group_of.update(dict.fromkeys(event.rollout_ids, event.group_id))
         self._dispatched += len(event.rollout_ids)
+        self.last = event.group_id
 
     def _train(self, event: GroupTrained) -> None:
         group = self._endable(event)

@@ -6,6 +6,12 @@ LedgerError
 ├── UnknownCall          the rollout has no such call
 ├── UnknownGroup         never dispatched, or already ended and forgotten
 ├── IllegalTransition    the state machine has no such step from here
+├── BrokenChain          a rollout's events are not those that were recorded
+├── JournalError         the journal on disk
+│   ├── JournalBusy      another process writes it
+│   ├── JournalCorrupt   what was recorded cannot be read back
+│   ├── JournalMoved     it was compacted while it was being read
+│   └── JournalFailed    it takes no more events: a write failed, or it is closed
 └── GateError            a model call that gets no answer
     ├── TooManyCalls     the rollout's limit of calls is used up; nothing was admitted
     ├── CallRefused      the request is not acceptable; `generate` raises it, and nothing was sampled
@@ -13,6 +19,8 @@ LedgerError
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from ledger.reasons import CallFailure
 
@@ -54,6 +62,47 @@ class IllegalTransition(LedgerError):
         self.subject = subject
         self.state = state
         self.step = step
+
+
+class BrokenChain(LedgerError):
+    def __init__(self, rollout_id: str, events: int, head: str, recorded: str) -> None:
+        super().__init__(
+            f"rollout {rollout_id!r}: the hash chain over its {events} events so far ends in {head[:16]}…, "
+            f"but {recorded[:16]}… is recorded: one of them was dropped, added, reordered or edited"
+        )
+        self.rollout_id = rollout_id
+
+
+class JournalError(LedgerError):
+    """Base of the journal's errors. `path` is the file or folder."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"ledger {path}: {why}")
+        self.path = path
+        self.why = why
+
+
+class JournalBusy(JournalError):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "another process is writing it")
+
+
+class JournalCorrupt(JournalError):
+    """`offset`: of the first byte in `path` that is not as it was written."""
+
+    def __init__(self, path: Path, offset: int, why: str) -> None:
+        super().__init__(path, f"at byte {offset}: {why}")
+        self.offset = offset
+        self.fault = why
+
+
+class JournalMoved(JournalError):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "it was compacted while it was being read; read it again")
+
+
+class JournalFailed(JournalError):
+    pass
 
 
 class GateError(LedgerError):

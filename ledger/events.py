@@ -1,6 +1,7 @@
 """Everything the ledger can record, as typed events with one canonical byte form, and the hash chain over a rollout's.
 
-A rollout's events form a chain, `head = sha256(head || event bytes)`, so that a dropped, reordered or edited event shows.
+A rollout's events form a chain, `head = sha256(head || event bytes)`, and those that close it carry the head before them, so
+that a dropped, reordered or edited event shows.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class RolloutSealed(_Event, frozen=True, kw_only=True):
     rollout_id: str
     failure: Reason | None
     """Why the controller holds the rollout to be failed, whatever its calls say."""
+    head: str
+    """Of the events before, in hex."""
 
 
 class RolloutFinalized(_Event, frozen=True, kw_only=True):
@@ -92,11 +95,15 @@ class RolloutFinalized(_Event, frozen=True, kw_only=True):
     reason: Reason | None
     """None: verified, its row is published."""
     detail: str
+    head: str
+    """Of the events before, in hex."""
 
 
 class RolloutAborted(_Event, frozen=True, kw_only=True):
     rollout_id: str
     reason: str
+    head: str
+    """Of the events before, in hex."""
 
 
 class GroupDispatched(_Event, frozen=True, kw_only=True):
@@ -139,11 +146,31 @@ class CheckpointMarked(_Event, frozen=True, kw_only=True):
     step: int
 
 
+class RunResumed(_Event, frozen=True, kw_only=True):
+    """A new process goes on from the checkpoint of `step`: what was trained in that step or later is undone."""
+
+    step: int
+
+
+class Compacted(_Event, frozen=True, kw_only=True):
+    """Stands at a log's beginning, for older events that were removed: how many rollouts their ended groups had, by end.
+
+    What was recorded of groups that had not ended by then follows it.
+    """
+
+    trained: int
+    evicted: int
+    dropped: int
+    aborted: int
+    last_group: str
+    """The group that was dispatched last."""
+
+
 CallEvent = CallAdmitted | CallCommitted | CallFailed
 RolloutEvent = RolloutOpened | CallEvent | TerminalDeclared | RolloutSealed | RolloutFinalized | RolloutAborted
 GroupEnd = GroupTrained | GroupDropped | GroupEvicted | GroupAborted
 GroupEvent = GroupDispatched | GroupCommitted | GroupEnd
-Event = RolloutEvent | GroupEvent | CheckpointMarked
+Event = RolloutEvent | GroupEvent | CheckpointMarked | RunResumed | Compacted
 
 # Deterministic: fields are written in the order of the struct, and no event holds a dict or a set.
 _encoder = msgspec.msgpack.Encoder()

@@ -22,6 +22,7 @@ from ledger.events import (
     CallCommitted,
     CallFailed,
     CheckpointMarked,
+    Compacted,
     Event,
     EventLog,
     GroupAborted,
@@ -35,6 +36,7 @@ from ledger.events import (
     RolloutFinalized,
     RolloutOpened,
     RolloutSealed,
+    RunResumed,
     TerminalDeclared,
 )
 from ledger.lineage import Fingerprint, extend
@@ -73,6 +75,11 @@ class Ledger:
     def account(self) -> Account:
         return self._groups.account
 
+    @property
+    def last_group(self) -> str:
+        """The group that was dispatched last, also when it has ended; "" before the first."""
+        return self._groups.last
+
     def call_count(self, rollout_id: str) -> int:
         """How many calls the open or sealed rollout has made."""
         return len(self._rollout(rollout_id).calls)
@@ -94,7 +101,7 @@ class Ledger:
 
         `failure` rejects it too, for a reason that the calls do not show.
         """
-        event = RolloutSealed(rollout_id=rollout_id, failure=failure)
+        event = RolloutSealed(rollout_id=rollout_id, failure=failure, head=self._rollout(rollout_id).head)
         self._apply(event)
         receipt = self.receipt(rollout_id)
         await self._log.append(event)
@@ -105,7 +112,9 @@ class Ledger:
         rollout = self._rollout(rollout_id)
         if reason is None and receipts.build(rollout).rejections:
             raise IllegalTransition(f"rollout {rollout_id!r}", f"{rollout.state} and rejected", "finalized as verified")
-        await self._record(RolloutFinalized(rollout_id=rollout_id, reason=reason, detail=_text(detail)))
+        await self._record(
+            RolloutFinalized(rollout_id=rollout_id, reason=reason, detail=_text(detail), head=rollout.head)
+        )
 
     async def abort(self, rollout_id: str, reason: str) -> Receipt:
         """End an open or sealed rollout untrained. Its record is forgotten.
@@ -113,7 +122,7 @@ class Ledger:
         The receipt says what was staged for the rollout. A cancellation loses it, so shield this where that matters.
         """
         rollout = self._rollout(rollout_id)
-        event = RolloutAborted(rollout_id=rollout_id, reason=_text(reason))
+        event = RolloutAborted(rollout_id=rollout_id, reason=_text(reason), head=rollout.head)
         self._apply(event)
         receipt = receipts.build(rollout)
         await self._log.append(event)
@@ -203,6 +212,24 @@ class Ledger:
         """The checkpoint of `step` holds the state up to here."""
         await self._record(CheckpointMarked(step=step))
 
+    async def resumed(self, step: int) -> None:
+        """The run goes on from the checkpoint of `step`. What is live is given up: its prompts are played anew."""
+        await self.give_up(f"the run was resumed from step {step}")
+        await self._record(RunResumed(step=step))
+
+    async def give_up(self, reason: str) -> None:
+        """End every live rollout and group as aborted, in one go. To be called when nothing plays them any more."""
+        reason = _text(reason)
+        events: list[Event] = [
+            RolloutAborted(rollout_id=rollout.id, reason=reason, head=rollout.head)
+            for rollout in self._rollouts.values()
+        ]
+        events += [GroupAborted(group_id=group_id, reason=reason) for group_id in self._groups.live]
+        self.restore(events)
+        async with anyio.create_task_group() as tg:
+            for event in events:
+                tg.start_soon(self._log.append, event)
+
     async def _record(self, event: Event) -> None:
         self._apply(event)
         await self._log.append(event)
@@ -218,7 +245,9 @@ class Ledger:
                 self._rollout(event.rollout_id).apply(event)
                 del self._rollouts[event.rollout_id]
                 self._groups.finished(event.rollout_id, _stage(event))
-            case CheckpointMarked():
+            case Compacted():
+                self._groups.compacted(event)
+            case CheckpointMarked() | RunResumed():
                 pass
             case _:
                 self._groups.apply(event)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ledger import ids
-from ledger.errors import IllegalTransition, RolloutClosed, UnknownCall
+from ledger.errors import BrokenChain, IllegalTransition, RolloutClosed, UnknownCall
 from ledger.events import (
     GENESIS,
     CallAdmitted,
@@ -127,7 +127,7 @@ class Rollout:
         return Lineage.CONTINUED, candidates[0]
 
     def apply(self, event: RolloutEvent) -> None:
-        """Raises RolloutClosed, UnknownCall or IllegalTransition."""
+        """Raises RolloutClosed, UnknownCall, IllegalTransition or BrokenChain."""
         head = next_head(self._head, event)
         match event:
             case RolloutOpened():
@@ -143,13 +143,16 @@ class Rollout:
                 self.declared = event.call_id
             case RolloutSealed():
                 self._require(RolloutState.OPEN, step="sealed")
+                self._check_head(event.head)
                 self.failure = event.failure
                 self._close(RolloutState.SEALED)
             case RolloutFinalized():
                 self._require(RolloutState.SEALED, step="finalized")
+                self._check_head(event.head)
                 self._close(RolloutState.FINALIZED)
             case RolloutAborted():
                 self._require(RolloutState.OPEN, RolloutState.SEALED, step="aborted")
+                self._check_head(event.head)
                 self.abort_reason = event.reason
                 self._close(RolloutState.ABORTED)
         self.version += 1
@@ -198,6 +201,10 @@ class Rollout:
         for call in self.calls:
             if call.state is CallState.ADMITTED:
                 call.state = CallState.ABORTED
+
+    def _check_head(self, recorded: str) -> None:
+        if recorded != self.head:
+            raise BrokenChain(self.id, self.version, self.head, recorded)
 
     def _require_open(self) -> None:
         if self.state is not RolloutState.OPEN:
