@@ -6,9 +6,9 @@ step). Rows are read from the data plane by key; the controller sends metadata o
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dataplane.spec import PlaneSpec
 from workers.rpc.method import Empty, Method
@@ -82,6 +82,8 @@ class TrainRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     advantage: float
     length: int
     """Tokens of the row, which the worker checks against what it reads."""
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    """Factor of the row's policy and KL loss, after the normaliser: how much of its rollout's credit the row has."""
 
 
 class Microbatch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

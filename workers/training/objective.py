@@ -57,13 +57,15 @@ class TokenInputs:
     """The policy's logprobs at the start of the step; None stands for its present ones, as no step has been taken since."""
     reference: Tensor | None
     """Needed when kl_coef > 0."""
+    row_weights: Tensor | None = None
+    """The weight of each token's row; None stands for 1."""
 
 
 def microbatch_loss(spec: LossSpec, batch: Batch, inputs: TokenInputs, totals: Totals) -> tuple[Tensor, TokenSums]:
     """This microbatch's share of the step's loss (a scalar with gradient), and its sums.
 
     loss = sum over tokens of w (tis * policy_loss + kl_coef * kl) - entropy_coef * H / loss_tokens, with w of
-    `token_weights`.
+    `token_weights` times the row's weight.
     """
     logprobs, rollout = inputs.logprobs, batch.rollout_logprobs.to(inputs.logprobs.dtype)
     current = logprobs.detach()
@@ -86,6 +88,8 @@ def microbatch_loss(spec: LossSpec, batch: Batch, inputs: TokenInputs, totals: T
         max_tokens=totals.max_tokens,
         dtype=logprobs.dtype,
     )
+    if inputs.row_weights is not None:
+        weights = weights * inputs.row_weights
     loss = (weights * per_token).sum()
     if spec.entropy_coef:
         loss = loss - spec.entropy_coef * inputs.entropies.sum() / totals.loss_tokens

@@ -113,8 +113,10 @@ class Trainer:
         where = f"step {request.step}, microbatch {request.index}"
         with self.state.breaks_step(), self._timed():
             logprobs, entropies = loss_token_logprobs(self.policy.model, batch, self._temperature)
-            advantages = torch.tensor(
-                [row.advantage for row in request.rows], dtype=logprobs.dtype, device=logprobs.device
+            advantages, weights = torch.tensor(
+                [[row.advantage for row in request.rows], [row.weight for row in request.rows]],
+                dtype=logprobs.dtype,
+                device=logprobs.device,
             )
             begun = self.state.begun
             inputs = TokenInputs(
@@ -123,6 +125,7 @@ class Trainer:
                 advantages=advantages[batch.row],
                 old_policy=self._recall("policy", batch),
                 reference=None if self._reference is None else self._recall("reference", batch),
+                row_weights=weights[batch.row],
             )
             totals = Totals(begun.loss_tokens, begun.sequences, self._max_tokens)
             loss, sums = microbatch_loss(self._loss, batch, inputs, totals)

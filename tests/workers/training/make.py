@@ -38,7 +38,10 @@ def random_rows(count: int, *, seed: int = 0, longest: int = 14) -> Rows:
 
 def train_rows(rows: Rows, *, seed: int = 0) -> list[TrainRow]:
     rng = np.random.default_rng(seed)
-    return [TrainRow(key=k, advantage=float(rng.normal()), length=len(r["input_ids"])) for k, r in rows.items()]
+    return [
+        TrainRow(key=k, advantage=float(rng.normal()), length=len(r["input_ids"]), weight=float(rng.uniform(0.1, 2)))
+        for k, r in rows.items()
+    ]
 
 
 def batch_of(rows: Rows, keys: Sequence[str] | None = None) -> Batch:

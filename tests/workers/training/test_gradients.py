@@ -72,7 +72,7 @@ def naive(spec: LossSpec, rows: Rows, announced: Sequence[TrainRow], policy: Any
         d = logq - logp
         kl = {"k1": -d, "k2": d**2 / 2, "k3": torch.exp(d) - 1 - d}[spec.kl_estimator]
         entropy = -(full.exp() * full).sum(-1)
-        row_losses.append(surrogate + spec.kl_coef * kl)
+        row_losses.append(announcement.weight * (surrogate + spec.kl_coef * kl))
         counts.append(int(mask.sum()))
         outside = (ratio > 1 + spec.clip_high) & (advantage > 0) | (ratio < 1 - spec.clip_low) & (advantage < 0)
         log_sampler_ratio = logp - rollout
