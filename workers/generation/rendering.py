@@ -1,7 +1,9 @@
 """Messages to token ids and back. A continued conversation keeps its earlier tokens exactly: they are never re-tokenized.
 
 Rendering is the `renderers` package's: its own renderer for the models it knows, the tokenizer's chat template otherwise.
-Everything runs one call at a time in a worker thread, since tokenizers are not safe to share between threads.
+Control tokens come from the template alone: a message that spells one out is text (see `workers.generation.literals`), so a
+tool cannot end a turn. Everything runs one call at a time in a worker thread, since tokenizers are not safe to share between
+threads.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ledger.records import FunctionCall, Message, ToolCall
+from workers.generation.literals import LiteralTokenizer
 from workers.host import StartupError
 
 T = TypeVar("T")
@@ -42,14 +45,14 @@ class ChatRenderer:
     @classmethod
     def load(cls, model_path: Path) -> ChatRenderer:
         """Load tokenizer and renderer from a local directory. Blocks. Raises StartupError when they cannot be used."""
-        tokenizer = _load_tokenizer(model_path)
+        tokenizer = LiteralTokenizer(_load_tokenizer(model_path))
         try:
             renderer = _create_renderer(tokenizer, model_path)
         except Exception as error:
             raise StartupError("bad_model", f"{model_path}: no renderer: {error}") from error
         return cls(tokenizer, renderer, extra_stop=_generation_config_eos(model_path))
 
-    def __init__(self, tokenizer: Any, renderer: Any, *, extra_stop: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: LiteralTokenizer, renderer: Any, *, extra_stop: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
         stop = dict.fromkeys([*cast("list[int]", renderer.get_stop_token_ids()), *extra_stop])
@@ -59,7 +62,7 @@ class ChatRenderer:
 
     async def render_root(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The prompt of a new conversation, up to where the assistant speaks. Raises BadMessages."""
-        return await self._run(lambda: self._render(_plain(messages), tools, to_answer=True))
+        return await self._run(lambda: self._render(self._plain(messages), tools, to_answer=True))
 
     async def extend(
         self, so_far: Ids, prompt_len: int, messages: Sequence[Message], covered: int, tools: Tools = ()
@@ -72,7 +75,11 @@ class ChatRenderer:
 
         def work() -> list[int]:
             prompt, completion = so_far[:prompt_len].tolist(), so_far[prompt_len:].tolist()
-            return [*prompt, *completion, *self._continuation(prompt, completion, _plain(messages), covered, tools)]
+            return [
+                *prompt,
+                *completion,
+                *self._continuation(prompt, completion, self._plain(messages), covered, tools),
+            ]
 
         return await self._run(work)
 
@@ -86,9 +93,19 @@ class ChatRenderer:
     async def _run(self, work: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(work, limiter=self._one_at_a_time)
 
+    def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The dictionaries that templates expect: content is always text, and no text spells a control token."""
+        return [
+            {"content": "", **_without_none(self._tokenizer.guarded(msgspec.to_builtins(message)))}
+            for message in messages
+        ]
+
     def _render(self, messages: list[dict[str, Any]], tools: Tools, *, to_answer: bool = False) -> list[int]:
         with _template_errors():
-            return list(self._renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=to_answer))
+            return list(self._renderer.render_ids(messages, tools=self._specs(tools), add_generation_prompt=to_answer))
+
+    def _specs(self, tools: Tools) -> list[dict[str, Any]] | None:
+        return self._tokenizer.guarded(list(tools)) if tools else None
 
     def _continuation(
         self, prompt: list[int], completion: list[int], messages: list[dict[str, Any]], covered: int, tools: Tools
@@ -98,7 +115,7 @@ class ChatRenderer:
         so_far = [*prompt, *completion]
         with _template_errors():
             bridge = self._renderer.bridge_to_next_turn(
-                prompt, completion, messages[covered:], tools=list(tools) or None
+                prompt, completion, messages[covered:], tools=self._specs(tools)
             )
         if bridge is not None:
             if bridge.token_ids[: len(so_far)] != so_far:
@@ -110,17 +127,28 @@ class ChatRenderer:
     def _continuation_by_template(
         self, finished: bool, messages: list[dict[str, Any]], covered: int, tools: Tools
     ) -> list[int]:
-        """What the template renders after the assistant turn, provided that it renders all before it as it did."""
-        before = self._render(messages[: covered - 1], tools) if covered > 1 else []
-        turn = self._render(messages[:covered], tools)
-        whole = self._render(messages, tools, to_answer=True)
-        if turn[: len(before)] != before or whole[: len(turn)] != turn:
+        """What the template renders from the end of the assistant turn on.
+
+        What the assistant said is in the exact tokens already. Here stand-ins take its place, so that templates which render
+        it differently once it is history (dropping its reasoning, say) do not matter.
+        """
+        stand_ins = [_stand_in(m) if m["role"] == "assistant" else m for m in messages]
+        before = self._render(stand_ins[: covered - 1], tools) if covered > 1 else []
+        turn = self._render(stand_ins[:covered], tools)
+        whole = self._render(stand_ins, tools, to_answer=True)
+        if turn[: len(before)] != before or whole[: len(before)] != before:
             raise RenderMismatch("the chat template renders earlier messages differently once later ones follow")
-        ends = [i for i in range(len(before), len(turn)) if turn[i] in self.stop_token_ids]
-        if not ends:
+        end, whole_end = self._turn_end(turn, len(before)), self._turn_end(whole, len(before))
+        if end is None or whole_end is None:
             raise RenderMismatch("the chat template ends the assistant turn without a stop token")
+        # As history a turn may lose something, and never gains: a later end would be that of another message.
+        if whole_end > end or whole[whole_end] != turn[end]:
+            raise RenderMismatch("the chat template ends the assistant turn differently once later messages follow")
         # A completion that was cut lacks the token that ends its turn; a finished one has it.
-        return [*turn[ends[-1] + finished :], *whole[len(turn) :]]
+        return whole[whole_end + finished :]
+
+    def _turn_end(self, tokens: list[int], start: int) -> int | None:
+        return next((i for i in range(start, len(tokens)) if tokens[i] in self.stop_token_ids), None)
 
     def _parse(self, prompt: list[int], completion: list[int], tools: Tools) -> Message:
         parsed = self._renderer.parse_response(completion, tools=list(tools) or None, prompt_ids=prompt)
@@ -150,9 +178,13 @@ def _template_errors() -> Generator[None]:
         raise BadMessages(f"the model's chat template refuses these messages: {error}") from error
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The dictionaries that templates expect: content is always text."""
-    return [{"content": "", **_without_none(msgspec.to_builtins(message))} for message in messages]
+def _stand_in(message: dict[str, Any]) -> dict[str, Any]:
+    """An assistant turn of the same shape, in which a template finds nothing to drop."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {"role": "assistant", "content": "ok"}
+    bare = [{**call, "function": {**call["function"], "arguments": "{}"}} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": bare}
 
 
 def _without_none(message: dict[str, Any]) -> dict[str, Any]:
