@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_CHAT = "chatcmpl-"
+_TEXT = "cmpl-"
 
 
 def check_rollout_id(rollout_id: str) -> str:
@@ -30,3 +32,14 @@ def rollout_of(call_id: str) -> str:
 def staging_key(call_id: str, digest: str) -> str:
     """The data-plane key of a call's tokens. The digest's first 8 hex digits keep two generations of one call apart."""
     return f"{call_id}-{digest[:8]}"
+
+
+def response_id(call_id: str, *, chat: bool) -> str:
+    """The id that an agent over HTTP sees on the answer to a call."""
+    return f"{_CHAT if chat else _TEXT}{call_id}"
+
+
+def call_of(name: str) -> str:
+    """The call that `name` stands for: a response's id, or a call id itself."""
+    prefix = next((prefix for prefix in (_CHAT, _TEXT) if name.startswith(prefix)), "")
+    return name[len(prefix) :]
