@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ledger.records import FinishReason, WeightSpan
+from ledger.records import FinishReason, Routes, WeightSpan
 
 TokenIds = npt.NDArray[np.integer[Any]]
 """1-D, non-negative; of any integer width and byte order."""
@@ -43,9 +43,22 @@ def extras_digest(extras: Mapping[str, object] | None) -> str:
     return hashlib.sha256(out).hexdigest()
 
 
-def call_extras(spans: Sequence[WeightSpan], finish_reason: FinishReason) -> dict[str, object]:
+def call_extras(
+    spans: Sequence[WeightSpan], finish_reason: FinishReason, routes: Routes | None = None
+) -> dict[str, object]:
     """The extras of a call of ours: what its coordinates say beside the tokens."""
-    return {"weight_spans": [[s.version, s.start, s.end] for s in spans], "finish_reason": finish_reason}
+    extras: dict[str, object] = {
+        "weight_spans": [[s.version, s.start, s.end] for s in spans],
+        "finish_reason": finish_reason,
+    }
+    if routes is not None:
+        extras["routed_experts"] = [routes.layers, routes.topk, routes.digest]
+    return extras
+
+
+def routes_digest(routed_experts: npt.NDArray[np.int16]) -> str:
+    """Digest of a `routed_experts` column, whatever its shape."""
+    return hashlib.sha256(routed_experts.astype("<i2", order="C", copy=False).data).hexdigest()
 
 
 def chain_hash(parent_hex: str | None, delta_ids: TokenIds) -> str:

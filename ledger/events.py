@@ -10,7 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import anyio.lowlevel
 import msgspec
@@ -36,6 +36,10 @@ class Lineage(StrEnum):
     """Its history is that of several committed calls with different tokens: a new root."""
 
 
+Trajectory = Literal["terminal", "branches", "echo"]
+"""What is trained of a rollout: its terminal conversation, all its conversations, or tokens that the environment returns."""
+
+
 class _Event(Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag=True):
     pass
 
@@ -43,6 +47,7 @@ class _Event(Struct, frozen=True, forbid_unknown_fields=True, tag_field="event",
 class RolloutOpened(_Event, frozen=True, kw_only=True):
     rollout_id: str
     group_id: str
+    trajectory: Trajectory = "terminal"
 
 
 class CallAdmitted(_Event, frozen=True, kw_only=True):
@@ -78,6 +83,14 @@ class TerminalDeclared(_Event, frozen=True, kw_only=True):
     rollout_id: str
     call_id: str
     """As the environment gave it; it need not exist."""
+
+
+class TerminalWitnessed(_Event, frozen=True, kw_only=True):
+    """What the environment knows of the answer that it scored, as the committed calls that fit."""
+
+    rollout_id: str
+    by: Literal["response_id", "content"]
+    calls: tuple[str, ...]
 
 
 class RolloutSealed(_Event, frozen=True, kw_only=True):
@@ -167,7 +180,9 @@ class Compacted(_Event, frozen=True, kw_only=True):
 
 
 CallEvent = CallAdmitted | CallCommitted | CallFailed
-RolloutEvent = RolloutOpened | CallEvent | TerminalDeclared | RolloutSealed | RolloutFinalized | RolloutAborted
+RolloutEvent = (
+    RolloutOpened | CallEvent | TerminalDeclared | TerminalWitnessed | RolloutSealed | RolloutFinalized | RolloutAborted
+)
 GroupEnd = GroupTrained | GroupDropped | GroupEvicted | GroupAborted
 GroupEvent = GroupDispatched | GroupCommitted | GroupEnd
 Event = RolloutEvent | GroupEvent | CheckpointMarked | RunResumed | Compacted

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import anyio
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ledger import ids, receipts
 from ledger.account import Account, Groups, Stage
@@ -38,12 +39,15 @@ from ledger.events import (
     RolloutSealed,
     RunResumed,
     TerminalDeclared,
+    TerminalWitnessed,
+    Trajectory,
 )
 from ledger.lineage import Fingerprint, extend
-from ledger.reasons import CallFailure, Reason
+from ledger.manifest import Manifest, RolloutEntry, entry, manifest
+from ledger.reasons import CallFailure, Reason, Rejection
 from ledger.receipts import Receipt
 from ledger.records import CallReply, ParentCoords
-from ledger.rollout import Rollout, parent_coords
+from ledger.rollout import Rollout, RolloutState, parent_coords
 
 MAX_TEXT = 2000
 """Characters of a foreign text (an error, a declaration) that an event keeps."""
@@ -58,10 +62,12 @@ class Admission(Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """`settle_timeout_s` bounds the wait for the durability of a failure that is recorded while being cancelled."""
+    """`trajectory` is what is trained of the rollouts that are opened. `settle_timeout_s` bounds the wait for the durability
+    of a failure that is recorded while being cancelled."""
 
-    def __init__(self, log: EventLog, *, settle_timeout_s: float = 5.0) -> None:
+    def __init__(self, log: EventLog, *, trajectory: Trajectory = "terminal", settle_timeout_s: float = 5.0) -> None:
         self._log = log
+        self._trajectory: Trajectory = trajectory
         self._settle_timeout_s = settle_timeout_s
         self._rollouts: dict[str, Rollout] = {}
         self._groups = Groups()
@@ -84,17 +90,40 @@ class Ledger:
         """How many calls the open or sealed rollout has made."""
         return len(self._rollout(rollout_id).calls)
 
+    def entries(self) -> list[RolloutEntry]:
+        """The open and sealed rollouts."""
+        return [entry(rollout) for rollout in self._rollouts.values()]
+
+    def manifest(self, rollout_id: str) -> Manifest:
+        """The record of an open or sealed rollout as of now."""
+        return manifest(self._rollout(rollout_id))
+
     def receipt(self, rollout_id: str) -> Receipt:
         """The receipt of an open or sealed rollout as of now; an open one's is rejected as not sealed."""
         return receipts.build(self._rollout(rollout_id))
 
     async def open(self, rollout_id: str, group_id: str) -> None:
         """Begin a rollout that was dispatched with the group, once."""
-        await self._record(RolloutOpened(rollout_id=ids.check_rollout_id(rollout_id), group_id=group_id))
+        ids.check_rollout_id(rollout_id)
+        await self._record(RolloutOpened(rollout_id=rollout_id, group_id=group_id, trajectory=self._trajectory))
 
     async def declare_terminal(self, rollout_id: str, call_id: str) -> None:
         """Name the call whose conversation is to be trained; the last declaration counts. It need not be settled yet."""
         await self._record(TerminalDeclared(rollout_id=rollout_id, call_id=_text(call_id)))
+
+    async def witness(self, rollout_id: str, *, response_id: str | None = None, content: str | None = None) -> None:
+        """Say which answer was scored, by its response id (or call id) or by its text; a declaration counts for more.
+
+        What fits no answer, or answers of different conversations, says nothing.
+        """
+        rollout = self._rollout(rollout_id)
+        if response_id is not None:
+            call = rollout.find(ids.call_of(response_id))
+            named = () if call is None or call.coords is None else (call.id,)
+            await self._record(TerminalWitnessed(rollout_id=rollout_id, by="response_id", calls=named))
+        if content is not None:
+            named = tuple(call.id for call in rollout.answered_with(content))
+            await self._record(TerminalWitnessed(rollout_id=rollout_id, by="content", calls=named))
 
     async def seal(self, rollout_id: str, failure: Reason | None = None) -> Receipt:
         """Close the record and testify to it. Later calls are refused; one that is still admitted rejects the rollout.
@@ -107,8 +136,20 @@ class Ledger:
         await self._log.append(event)
         return receipt
 
+    async def seal_once(self, rollout_id: str, failure: Reason | None = None) -> Receipt:
+        """`seal`, for a rollout that may have been sealed over the control plane; `failure` rejects that one too."""
+        if self._rollout(rollout_id).state is not RolloutState.SEALED:
+            return await self.seal(rollout_id, failure)
+        receipt = self.receipt(rollout_id)
+        if failure is None:
+            return receipt
+        return replace(receipt, rejections=(Rejection(failure, failure.meaning), *receipt.rejections))
+
     async def finalize(self, rollout_id: str, reason: Reason | None, detail: str = "") -> None:
-        """End a sealed rollout: verified (`reason` None), or rejected. Its record is forgotten."""
+        """End a sealed rollout: verified (`reason` None), or rejected. Its record is forgotten.
+
+        With trajectory `echo`, `reason` None says that the environment's tokens were published, which nothing proves.
+        """
         rollout = self._rollout(rollout_id)
         if reason is None and receipts.build(rollout).rejections:
             raise IllegalTransition(f"rollout {rollout_id!r}", f"{rollout.state} and rejected", "finalized as verified")
@@ -239,7 +280,14 @@ class Ledger:
             case RolloutOpened():
                 self._groups.opened(event.rollout_id, event.group_id)
                 self._rollouts[event.rollout_id] = Rollout(event)
-            case CallAdmitted() | CallCommitted() | CallFailed() | TerminalDeclared() | RolloutSealed():
+            case (
+                CallAdmitted()
+                | CallCommitted()
+                | CallFailed()
+                | TerminalDeclared()
+                | TerminalWitnessed()
+                | RolloutSealed()
+            ):
                 self._rollout(event.rollout_id).apply(event)
             case RolloutFinalized() | RolloutAborted():
                 self._rollout(event.rollout_id).apply(event)

@@ -9,7 +9,7 @@ from msgspec import Struct
 from ledger import ids
 from ledger.digests import call_extras, extras_digest
 from ledger.reasons import Reason, Rejection
-from ledger.records import CallCoords, FinishReason, WeightSpan
+from ledger.records import CallCoords, FinishReason, Routes, WeightSpan
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _INT64 = 1 << 63
@@ -29,6 +29,7 @@ class Link(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     delta_len: int
     weight_spans: tuple[WeightSpan, ...]
     finish_reason: FinishReason
+    routes: Routes | None = None
 
     @property
     def end(self) -> int:
@@ -52,6 +53,7 @@ def link_of(coords: CallCoords, finish_reason: FinishReason) -> Link:
         delta_len=coords.delta_len,
         weight_spans=coords.weight_spans,
         finish_reason=finish_reason,
+        routes=coords.routes,
     )
 
 
@@ -78,13 +80,21 @@ def check_link(link: Link, *, rollout_id: str, prev_len: int) -> Rejection | Non
             return rejected(reason, f"{value!r} is no SHA-256 in lowercase hex")
     if not _cover(link.weight_spans, link.generated):
         return rejected(Reason.WRONG_VERSIONS, f"{link.weight_spans} do not cover {link.generated} tokens")
-    if link.extras_digest != extras_digest(call_extras(link.weight_spans, link.finish_reason)):
-        return rejected(Reason.WRONG_EXTRAS_DIGEST, "weight spans and finish reason do not hash to extras_digest")
+    if link.routes is not None and not _possible(link.routes):
+        return rejected(Reason.WRONG_ROUTES, f"{link.routes} is impossible")
+    if link.extras_digest != extras_digest(call_extras(link.weight_spans, link.finish_reason, link.routes)):
+        return rejected(
+            Reason.WRONG_EXTRAS_DIGEST, "weight spans, finish reason and routes do not hash to extras_digest"
+        )
     if link.staging_key != ids.staging_key(link.call_id, link.digest):
         return rejected(
             Reason.WRONG_STAGING_KEY, f"staging key {link.staging_key!r} is not derived from call and digest"
         )
     return None
+
+
+def _possible(routes: Routes) -> bool:
+    return min(routes.layers, routes.topk) > 0 and _SHA256.fullmatch(routes.digest) is not None
 
 
 def _cover(spans: tuple[WeightSpan, ...], tokens: int) -> bool:

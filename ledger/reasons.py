@@ -31,15 +31,26 @@ class Reason(_Code):
     CALL_FAILED = "call_failed", "a call failed where the conversation may have been meant to end"
     UNKNOWN_TERMINAL = "unknown_terminal", "the declared terminal is no call of this rollout"
     AMBIGUOUS_TERMINAL = "ambiguous_terminal", "no terminal was declared and the calls do not single one out"
+    CONFLICTING_WITNESSES = (
+        "conflicting_witnesses",
+        "what the environment says of the scored answer names several conversations",
+    )
 
     FOREIGN_CALL = "foreign_call", "the chain holds a call of another rollout"
     BROKEN_CHAIN = "broken_chain", "the chain is not one conversation from its root to the terminal call"
     EMPTY_GENERATION = "empty_generation", "a call in the chain generated no token"
     WRONG_STAGING_KEY = "wrong_staging_key", "a staging key does not belong to its call and digest"
-    WRONG_EXTRAS_DIGEST = "wrong_extras_digest", "the weight spans or finish reason are not those that were captured"
+    WRONG_EXTRAS_DIGEST = (
+        "wrong_extras_digest",
+        "the weight spans, finish reason or shape of the routes are not those that were captured",
+    )
 
     MISSING_ROW = "missing_row", "a staged row of the chain is gone"
-    MALFORMED_ROW = "malformed_row", "a staged row has a column of the wrong shape or type, or a negative token id"
+    ROWS_UNAVAILABLE = "rows_unavailable", "the data plane did not give the staged rows within its deadlines"
+    MALFORMED_ROW = (
+        "malformed_row",
+        "a staged row has a column of the wrong shape or type, or a negative token id, or another row came in its place",
+    )
     WRONG_LENGTH = "wrong_length", "a staged row is not as long as its call's delta"
     WRONG_MASK = "wrong_mask", "a staged mask is not zeros on the prompt, then ones on the generated tokens"
     BAD_LOGPROBS = "bad_logprobs", "a generated token's logprob is not finite or is positive, or a prompt token has one"
@@ -47,15 +58,34 @@ class Reason(_Code):
     WRONG_CHAIN_HASH = "wrong_chain_hash", "the staged tokens do not extend the parent's chain hash to the recorded one"
     WRONG_CUMULATIVE_HASH = "wrong_cumulative_hash", "the conversation's tokens do not hash to the recorded value"
     WRONG_DIGEST = "wrong_digest", "a staged row does not hash to its call's digest"
+    WRONG_ROUTES = (
+        "wrong_routes",
+        "the routed experts are not those that were captured, or only some calls of the chain have them",
+    )
 
+    NO_TOKENS = "no_tokens", "token capture is off and the environment returned no tokens"
+    BAD_TOKENS = "bad_tokens", "token capture is off and the environment's tokens have an impossible shape or range"
+
+    NOT_PUBLISHED = "not_published", "the data plane did not take the verified row within its deadlines"
     NO_VALID_ROLLOUT = "no_valid_rollout", "no rollout of the group could be verified, so the group is dropped"
+
+    @property
+    def of_the_rollout(self) -> bool:
+        """The rollout itself came to no good end; nothing was wrong with its custody."""
+        return self in (Reason.NO_CALLS, Reason.ABORTED, Reason.ROLLOUT_TIMEOUT, Reason.CALL_FAILED)
 
 
 class CallFailure(_Code):
     """Why a call failed. A failed call was never answered, so no conversation can contain it."""
 
     REFUSED = "refused", "the request itself is not acceptable (too long, malformed); nothing was sampled"
-    GENERATION_FAILED = "generation_failed", "the worker failed: generation, parsing, prefix check or staging"
+    GENERATION_FAILED = "generation_failed", "the worker failed or was lost"
+    CAPTURE_FAILED = (
+        "capture_failed",
+        "the exact tokens could not be kept: the parent's are gone or others, the template cannot continue them, "
+        "or what the engine gave with them is malformed",
+    )
+    STAGING_FAILED = "staging_failed", "the tokens were sampled and could not be staged"
     TIMEOUT = "timeout", "no answer within the call's deadline"
     CANCELLED = "cancelled", "the caller stopped waiting"
     INVALID_COORDS = "invalid_coords", "the worker's answer contradicts the request or itself"

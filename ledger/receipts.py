@@ -1,24 +1,23 @@
-"""The receipt: which calls make up the conversation to be trained, or why there is none. A pure function of the record.
+"""The receipt: which calls make up what is to be trained, or why there is nothing. A pure function of the record.
 
-The terminal call is the declared one, without fallback. Without a declaration the calls must single it out, retried calls
-with equal tokens counting as one: the only leaf of the only root, or of the only continued root, and the last call made.
-
-A failed call was never answered, so it can only matter as the end that the agent meant and did not get. It rejects the
-rollout if it was admitted after the terminal call, unless that was declared or the call was refused unsampled.
+With trajectory `terminal` that is the conversation up to the terminal call. With `branches` it is every conversation that
+the rollout had, and that no terminal call is singled out is no reason against it, unless the end is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import Struct
 
+from ledger import terminal
 from ledger.errors import IllegalTransition
-from ledger.events import RolloutEvent, RolloutOpened
+from ledger.events import RolloutEvent, RolloutOpened, Trajectory
 from ledger.links import Link, link_of
-from ledger.reasons import CallFailure, Reason, Rejection
+from ledger.reasons import Reason, Rejection
 from ledger.rollout import Call, CallState, Rollout, RolloutState
+from ledger.terminal import Selection, Terminal
 
 
 class Receipt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,10 +27,14 @@ class Receipt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     version: int
     """Number of the rollout's events so far, and their hash chain's head."""
     head: str
+    trajectory: Trajectory
     terminal: str | None
-    selection: Literal["declared", "unique_leaf"] | None
+    """None also when the trajectory is `branches` and nothing singles one out."""
+    selection: Selection | None
     chain: tuple[Link, ...]
     """Root first; the last link is the terminal call."""
+    branches: tuple[tuple[Link, ...], ...]
+    """With trajectory `branches`: the conversations that end elsewhere, each like `chain`, in order of their last calls."""
     rejections: tuple[Rejection, ...]
     """Empty for a trainable rollout; the first is the one to report."""
     staging_keys: tuple[str, ...]
@@ -47,27 +50,39 @@ class Receipt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def reason(self) -> Reason | None:
         return self.rejections[0].reason if self.rejections else None
 
+    @property
+    def conversations(self) -> tuple[tuple[Link, ...], ...]:
+        """All that is to be trained, that of the terminal call first."""
+        return (self.chain, *self.branches) if self.chain else self.branches
+
 
 def build(rollout: Rollout) -> Receipt:
     """The receipt of a rollout in any state; unless sealed it is rejected."""
     rejections = _state_rejections(rollout)
-    terminal = _declared(rollout, rollout.declared) if rollout.declared is not None else _unique_leaf(rollout)
-    if isinstance(terminal, Rejection):
-        rejections.append(terminal)
-        terminal = None
-    selection = None
-    if terminal is not None:
-        selection = "unique_leaf" if rollout.declared is None else "declared"
-    chain = () if terminal is None else tuple(link_of(c.committed, c.finish_reason) for c in terminal.path())
+    end = _end(rollout)
+    if isinstance(end, Rejection):
+        rejections.append(end)
+        end = None
+    links = {call.id: link_of(call.committed, call.finish_reason) for call in terminal.committed(rollout)}
+
+    def chain(call: Call) -> tuple[Link, ...]:
+        return tuple(links[c.id] for c in call.path())
+
+    branches: list[Call] = []
+    if rollout.trajectory == "branches":
+        own = None if end is None else terminal.tokens(end.call)
+        branches = [leaf for leaf in terminal.leaves(terminal.committed(rollout)) if terminal.tokens(leaf) != own]
     return Receipt(
         rollout_id=rollout.id,
         version=rollout.version,
         head=rollout.head,
-        terminal=None if terminal is None else terminal.id,
-        selection=selection,
-        chain=chain,
+        trajectory=rollout.trajectory,
+        terminal=None if end is None else end.call.id,
+        selection=None if end is None else end.selection,
+        chain=() if end is None else chain(end.call),
+        branches=tuple(chain(leaf) for leaf in branches),
         rejections=tuple(rejections),
-        staging_keys=tuple(call.committed.staging_key for call in _committed(rollout)),
+        staging_keys=tuple(link.staging_key for link in links.values()),
         orphans=tuple(call.id for call in rollout.calls if call.state in (CallState.FAILED, CallState.ABORTED)),
     )
 
@@ -83,8 +98,14 @@ def rebuild(events: Iterable[RolloutEvent]) -> Receipt:
     return build(rollout)
 
 
-def _committed(rollout: Rollout) -> list[Call]:
-    return [call for call in rollout.calls if call.state is CallState.COMMITTED]
+def _end(rollout: Rollout) -> Terminal | Rejection | None:
+    """The terminal call, why there is none, or None where none is needed."""
+    if rollout.trajectory == "echo":
+        return None
+    end = terminal.select(rollout)
+    if rollout.trajectory == "branches" and isinstance(end, Rejection) and end.reason is Reason.AMBIGUOUS_TERMINAL:
+        return None
+    return end
 
 
 def _state_rejections(rollout: Rollout) -> list[Rejection]:
@@ -99,66 +120,3 @@ def _state_rejections(rollout: Rollout) -> list[Rejection]:
     if unsettled:
         rejections.append(Rejection(Reason.UNSETTLED_CALL, f"calls {unsettled} have no outcome"))
     return rejections
-
-
-def _declared(rollout: Rollout, call_id: str) -> Call | Rejection:
-    call = rollout.find(call_id)
-    if call is None:
-        return Rejection(Reason.UNKNOWN_TERMINAL, f"declared terminal {call_id!r} is no call of the rollout")
-    if call.state is CallState.FAILED:
-        return Rejection(Reason.CALL_FAILED, f"declared terminal {call_id!r} failed: {call.failure}")
-    if call.state is not CallState.COMMITTED:
-        return Rejection(Reason.UNSETTLED_CALL, f"declared terminal {call_id!r} has no outcome")
-    return call
-
-
-def _unique_leaf(rollout: Rollout) -> Call | Rejection:
-    if not rollout.calls:
-        return Rejection(Reason.NO_CALLS, Reason.NO_CALLS.meaning)
-    committed = _committed(rollout)
-    failed = [call for call in rollout.calls if call.state is CallState.FAILED]
-    if not committed:
-        if failed:
-            return Rejection(Reason.CALL_FAILED, f"no call succeeded; {failed[0].id!r} failed: {failed[0].failure}")
-        return Rejection(Reason.UNSETTLED_CALL, "no call has an outcome")
-    leaf = _single_out(committed)
-    if isinstance(leaf, Rejection):
-        return leaf
-    last = committed[-1].seq  # Of the leaf, or of a retry that gave the same tokens.
-    for call in failed:
-        if call.seq > last and call.failure is not CallFailure.REFUSED:
-            return Rejection(Reason.CALL_FAILED, f"{call.id!r}, after the last answered call, failed: {call.failure}")
-    return leaf
-
-
-def _single_out(committed: Sequence[Call]) -> Call | Rejection:
-    def tokens(call: Call) -> str:
-        return call.committed.cumulative_hash
-
-    root_of: dict[str, str] = {}
-    """Call id -> the tokens of its root."""
-    continued: set[str] = set()
-    for call in committed:
-        if call.parent is not None:
-            continued.add(tokens(call.parent))
-        root_of[call.id] = tokens(call) if call.parent is None else root_of[call.parent.id]
-    roots = set(root_of.values())
-    if len(roots) > 1:
-        roots &= continued
-    if len(roots) != 1:
-        return Rejection(Reason.AMBIGUOUS_TERMINAL, f"{len(roots)} roots qualify; declare the terminal call")
-    leaves: dict[str, Call] = {}
-    for call in committed:
-        if root_of[call.id] in roots and tokens(call) not in continued:
-            leaves.setdefault(tokens(call), call)
-    if len(leaves) != 1:
-        named = [call.id for call in leaves.values()]
-        return Rejection(Reason.AMBIGUOUS_TERMINAL, f"leaves {named} qualify; declare the terminal call")
-    (leaf,) = leaves.values()
-    if tokens(committed[-1]) != tokens(leaf):
-        # The conversation may have moved to a new root, e.g. by compaction.
-        return Rejection(
-            Reason.AMBIGUOUS_TERMINAL,
-            f"{committed[-1].id!r} was made after leaf {leaf.id!r}; declare the terminal call",
-        )
-    return leaf

@@ -58,6 +58,15 @@ class WeightSpan(Struct, frozen=True, array_like=True):
     end: int
 
 
+class Routes(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a call's staged `routed_experts` must be: int16 [delta_len, layers * topk], -1 where the engine knew no route."""
+
+    layers: int
+    topk: int
+    digest: str
+    """SHA-256 in hex of the column's little-endian bytes."""
+
+
 class ParentCoords(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The committed call that a new call continues: where its tokens are, and what they must hash to."""
 
@@ -105,6 +114,8 @@ class CallCoords(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     extras_digest: str
     chain_hash: str
     cumulative_hash: str
+    routes: Routes | None = None
+    """Set when the engine said which experts each token was routed to; covered by `extras_digest`."""
 
     @property
     def cum_len(self) -> int:

@@ -23,11 +23,13 @@ from ledger.events import (
     RolloutOpened,
     RolloutSealed,
     TerminalDeclared,
+    TerminalWitnessed,
+    Trajectory,
     next_head,
 )
-from ledger.lineage import Fingerprint
+from ledger.lineage import Fingerprint, extend
 from ledger.reasons import CallFailure, Reason
-from ledger.records import CallCoords, FinishReason, ParentCoords
+from ledger.records import CallCoords, FinishReason, Message, ParentCoords
 
 
 class RolloutState(StrEnum):
@@ -82,9 +84,12 @@ class Rollout:
     def __init__(self, opened: RolloutOpened) -> None:
         self.id = opened.rollout_id
         self.group_id = opened.group_id
+        self.trajectory: Trajectory = opened.trajectory
         self.state = RolloutState.OPEN
         self.calls: list[Call] = []
         self.declared: str | None = None
+        self.witnesses: dict[str, tuple[str, ...]] = {}
+        """Committed calls that fit what is known of the scored answer, by how it is known."""
         self.failure: Reason | None = None
         self.abort_reason = ""
         self.version = 1
@@ -109,6 +114,16 @@ class Rollout:
             return None
         call = self.calls[int(seq)]
         return call if call.id == call_id else None
+
+    def answered_with(self, content: str) -> list[Call]:
+        """The committed calls whose answer was just this text."""
+        answer = Message(role="assistant", content=content)
+        return [
+            call
+            for call in self.calls
+            if call.state is CallState.COMMITTED
+            and any(call is found for found in self._by_conversation.get(extend(call.request, answer), ()))
+        ]
 
     def locate(self, fingerprint: Fingerprint) -> tuple[Lineage, Call | None]:
         """The place of a new call with this fingerprint, and its parent when it continues one.
@@ -141,6 +156,12 @@ class Rollout:
             case TerminalDeclared():
                 self._require_open()
                 self.declared = event.call_id
+            case TerminalWitnessed():
+                self._require_open()
+                for call_id in event.calls:
+                    if self.call(call_id).state is not CallState.COMMITTED:
+                        raise IllegalTransition(f"call {call_id!r}", self.call(call_id).state, "witnessed")
+                self.witnesses[event.by] = event.calls
             case RolloutSealed():
                 self._require(RolloutState.OPEN, step="sealed")
                 self._check_head(event.head)
@@ -160,6 +181,8 @@ class Rollout:
 
     def _admit(self, event: CallAdmitted) -> None:
         self._require_open()
+        if self.trajectory == "echo":
+            raise IllegalTransition(f"rollout {self.id!r}", "played without token capture", "given a model call")
         seq = len(self.calls)
         if event.call_id != ids.call_id(self.id, seq):
             raise IllegalTransition(f"call {event.call_id!r}", f"not the next of rollout {self.id!r}", "admitted")

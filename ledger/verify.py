@@ -6,7 +6,7 @@ plan is materialized: each row is checked against its link while the training ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from ledger.digests import call_digest, chain_hash, cumulative_hash
+from ledger.digests import call_digest, chain_hash, cumulative_hash, routes_digest
 from ledger.links import Link, check_link
 from ledger.reasons import Reason, Rejection
 from ledger.receipts import Receipt
+from ledger.records import FinishReason
 
 LOGPROB_TOLERANCE = 1e-5
 """How far above 0 rounding may lift a logprob."""
@@ -34,6 +35,10 @@ class StagedRow(Protocol):
     def logprobs(self) -> npt.NDArray[np.float32]: ...
     @property
     def weight_versions(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """`layers * topk` numbers per token, for the calls that have `routes`."""
+        ...
 
 
 _DTYPES = {"token_ids": np.int64, "token_mask": np.uint8, "logprobs": np.float32, "weight_versions": np.int64}
@@ -54,18 +59,26 @@ class RowPlan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class VerifiedRow:
     """A whole conversation, proven. All arrays are 1-D, one element per token.
 
-    `loss_mask` is 1 on generated tokens. `rollout_logprobs` (natural log) are 0 elsewhere. `weight_versions` of a
-    prompt token is the next generated one's.
+    `loss_mask` is 1 on the generated tokens that the row is to train: all, unless another row has some of them (see
+    `ledger.branches`). `rollout_logprobs` (natural log) are 0 elsewhere. `weight_versions` of a prompt token is the next
+    generated one's.
     """
 
+    leaf: str
+    """The last call."""
+    finish_reason: FinishReason
     input_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.uint8]
     rollout_logprobs: npt.NDArray[np.float32]
     weight_versions: npt.NDArray[np.int64]
     loss_tokens: int
-    """Number of generated tokens."""
+    """Number of tokens with loss_mask 1."""
     oldest_version: int
-    """Oldest weight version among the generated tokens."""
+    """Oldest weight version among them."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """[length * layers * topk] when the engine gave routes for every call."""
+    routes_shape: tuple[int, int] | None = None
+    """(layers, topk)."""
 
     @property
     def length(self) -> int:
@@ -84,40 +97,55 @@ def plan_row(receipt: Receipt) -> RowPlan | Rejection:
         return receipt.rejections[0]
     if not receipt.chain or receipt.chain[-1].call_id != receipt.terminal:
         return Rejection(Reason.BROKEN_CHAIN, f"the chain does not end in the terminal call {receipt.terminal!r}")
+    return plan_chain(receipt.rollout_id, receipt.chain)
+
+
+def plan_chain(rollout_id: str, chain: Sequence[Link]) -> RowPlan | Rejection:
+    """The plan of a conversation, root first, after all checks that need no tokens."""
     prev_len = 0
-    for link in receipt.chain:
-        rejection = check_link(link, rollout_id=receipt.rollout_id, prev_len=prev_len)
+    for link in chain:
+        rejection = check_link(link, rollout_id=rollout_id, prev_len=prev_len)
         if rejection is not None:
             return rejection
         if link.generated == 0:
             return Rejection(Reason.EMPTY_GENERATION, f"call {link.call_id!r} generated nothing")
         prev_len = link.end
-    return RowPlan(rollout_id=receipt.rollout_id, links=receipt.chain)
+    if len({None if link.routes is None else (link.routes.layers, link.routes.topk) for link in chain}) > 1:
+        return Rejection(Reason.WRONG_ROUTES, "the calls of the chain differ in the shape of their routed experts")
+    return RowPlan(rollout_id=rollout_id, links=tuple(chain))
 
 
-def materialize(plan: RowPlan, rows: Mapping[str, StagedRow]) -> VerifiedRow | Rejection:
+def materialize(plan: RowPlan, rows: Mapping[str, StagedRow], *, proven: int = 0) -> VerifiedRow | Rejection:
     """The training row, after recomputing every digest of every link; the first failed check otherwise.
 
-    Costs a few passes over the tokens, plus one hash of the conversation so far per link.
+    The first `proven` links were verified before, with these rows and in this order. Costs a few passes over the tokens,
+    plus one hash of the conversation so far per link.
     """
     fragments: list[StagedRow] = []
-    for link in plan.links:
+    for index, link in enumerate(plan.links):
         row = rows.get(link.staging_key)
         if row is None:
             return Rejection(Reason.MISSING_ROW, f"no staged row {link.staging_key!r}")
-        rejection = _check_columns(link, row)
+        rejection = None if index < proven else _check_columns(link, row) or _check_routes(link, row)
         if rejection is not None:
             return rejection
         fragments.append(row)
+    routes = plan.links[0].routes
     row = VerifiedRow(
+        leaf=plan.links[-1].call_id,
+        finish_reason=plan.links[-1].finish_reason,
         input_ids=np.concatenate([f.token_ids for f in fragments]),
         loss_mask=np.concatenate([f.token_mask for f in fragments]),
         rollout_logprobs=np.concatenate([f.logprobs for f in fragments]),
         weight_versions=np.concatenate([f.weight_versions for f in fragments]),
         loss_tokens=sum(link.generated for link in plan.links),
         oldest_version=min(span.version for link in plan.links for span in link.weight_spans),
+        routed_experts=None
+        if routes is None
+        else np.concatenate([f.routed_experts for f in fragments if f.routed_experts is not None]),
+        routes_shape=None if routes is None else (routes.layers, routes.topk),
     )
-    return _check_digests(plan, row) or row
+    return _check_digests(plan, row, proven) or row
 
 
 def _check_columns(link: Link, row: StagedRow) -> Rejection | None:
@@ -146,6 +174,20 @@ def _check_columns(link: Link, row: StagedRow) -> Rejection | None:
     return None
 
 
+def _check_routes(link: Link, row: StagedRow) -> Rejection | None:
+    if link.routes is None:
+        return None
+    column, size = row.routed_experts, link.delta_len * link.routes.layers * link.routes.topk
+    if column is None or column.dtype != np.int16 or column.shape != (size,):
+        found = "missing" if column is None else f"{column.dtype} {column.shape}"
+        return Rejection(
+            Reason.WRONG_ROUTES, f"row {link.staging_key!r}: routed_experts is {found}, not int16 ({size},)"
+        )
+    if routes_digest(column) != link.routes.digest:
+        return Rejection(Reason.WRONG_ROUTES, f"row {link.staging_key!r}: routed_experts do not hash to their digest")
+    return None
+
+
 def _versions(link: Link) -> npt.NDArray[np.int64]:
     versions = np.full(link.delta_len, link.weight_spans[0].version, dtype=np.int64)
     for span in link.weight_spans[1:]:
@@ -153,10 +195,10 @@ def _versions(link: Link) -> npt.NDArray[np.int64]:
     return versions
 
 
-def _check_digests(plan: RowPlan, row: VerifiedRow) -> Rejection | None:
+def _check_digests(plan: RowPlan, row: VerifiedRow, proven: int) -> Rejection | None:
     ids = row.input_ids.astype(">u8")  # The digests' own byte order: packed once, not once per hash.
-    parent: Link | None = None
-    for link in plan.links:
+    parent = plan.links[proven - 1] if proven else None
+    for link in plan.links[proven:]:
         reason = _wrong_digest(plan.rollout_id, parent, link, ids, row)
         if reason is not None:
             return Rejection(reason, f"row {link.staging_key!r}: {reason.meaning}")

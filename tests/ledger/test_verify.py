@@ -14,19 +14,20 @@ from ledger import ids
 from ledger.links import Link
 from ledger.reasons import Reason, Rejection
 from ledger.receipts import Receipt, rebuild
-from ledger.records import WeightSpan
+from ledger.records import Routes, WeightSpan
 from ledger.verify import RowPlan, VerifiedRow, materialize, plan_row, verify
 from tests.ledger.rig import Rig, started
 from tests.ledger.worker import Row, altered, answer, user
 
 pytestmark = pytest.mark.anyio
 
-COLUMNS = ("token_ids", "token_mask", "logprobs", "weight_versions")
+COLUMNS = ("token_ids", "token_mask", "logprobs", "weight_versions", "routed_experts")
 
 
 async def honest() -> tuple[Receipt, Rig]:
     """Four turns, with weights that change between and within them."""
     rig = await started()
+    rig.worker.routes = (2, 3)
     conversation = ()
     for rig.worker.version, text in enumerate("abcd", start=5):
         conversation = (*conversation, user(text))
@@ -50,7 +51,7 @@ def rejected(receipt: Receipt, rows: dict[str, Row]) -> bool:
 def test_a_verified_row_is_the_concatenation_of_what_was_captured():
     row = verify(RECEIPT, ROWS)
     assert isinstance(row, VerifiedRow)
-    columns = (row.input_ids, row.loss_mask, row.rollout_logprobs, row.weight_versions)
+    columns = (row.input_ids, row.loss_mask, row.rollout_logprobs, row.weight_versions, row.routed_experts)
     for name, column in zip(COLUMNS, columns, strict=True):
         expected = np.concatenate([getattr(ROWS[link.staging_key], name) for link in RECEIPT.chain])
         np.testing.assert_array_equal(column, expected)
@@ -86,7 +87,7 @@ def test_a_column_of_another_type_is_noticed(column, dtype):
     key = RECEIPT.chain[0].staging_key
     result = verify(RECEIPT, ROWS | {key: altered(ROWS[key], **{column: getattr(ROWS[key], column).astype(dtype)})})
     assert isinstance(result, Rejection)
-    assert result.reason is Reason.MALFORMED_ROW
+    assert result.reason is (Reason.WRONG_ROUTES if column == "routed_experts" else Reason.MALFORMED_ROW)
 
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -102,6 +103,8 @@ OTHER = {
     "delta_len": st.integers(-5, 200),
     "weight_spans": st.lists(st.builds(WeightSpan, *[st.integers(-1, 9)] * 3), max_size=3).map(tuple),
     "finish_reason": st.sampled_from(["stop", "length", "abort"]),
+    "routes": st.none()
+    | st.builds(Routes, layers=st.integers(-1, 3), topk=st.integers(-1, 3), digest=HEX | st.text(max_size=4)),
 }
 
 

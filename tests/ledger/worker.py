@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ledger import ids
-from ledger.digests import call_digest, call_extras, chain_hash, cumulative_hash, extras_digest
-from ledger.records import CallCoords, CallReply, CallRequest, FinishReason, Message, Sampling, WeightSpan
+from ledger.digests import call_digest, call_extras, chain_hash, cumulative_hash, extras_digest, routes_digest
+from ledger.records import CallCoords, CallReply, CallRequest, FinishReason, Message, Routes, Sampling, WeightSpan
 
 SAMPLING = Sampling(max_tokens=8)
 Conversation = tuple[Message, ...]
@@ -37,6 +37,7 @@ class Row:
     token_mask: np.ndarray
     logprobs: np.ndarray
     weight_versions: np.ndarray
+    routed_experts: np.ndarray | None = None
 
 
 def render(messages: Sequence[Message]) -> list[int]:
@@ -56,6 +57,8 @@ class Worker:
         """The next answers' text; None makes one up."""
         self.generated: int | None = None
         """How many tokens the next answers have; None makes it up."""
+        self.routes: tuple[int, int] | None = None
+        """(layers, topk) of the experts that the next answers were routed to."""
         self._random = random.Random(seed)
 
     async def generate(self, request: CallRequest) -> CallReply:
@@ -77,8 +80,20 @@ class Worker:
         for span in spans:
             versions[len(carry) + span.start : len(carry) + span.end] = span.version
         self.tokens[request.call_id] = [*map(int, prefix), *map(int, delta)]
-        row = Row(delta, mask, logprobs, versions)
-        reply = answer(request, row, carry_len=len(carry), spans=spans, text=text, tokens=self.tokens[request.call_id])
+        experts = None
+        if self.routes is not None:
+            size = len(delta) * self.routes[0] * self.routes[1]
+            experts = np.array(self._random.choices(range(-1, 64), k=size), dtype=np.int16)
+        row = Row(delta, mask, logprobs, versions, experts)
+        reply = answer(
+            request,
+            row,
+            carry_len=len(carry),
+            spans=spans,
+            text=text,
+            tokens=self.tokens[request.call_id],
+            routes=self.routes,
+        )
         self.rows[reply.coords.staging_key] = row
         return reply
 
@@ -103,11 +118,15 @@ def answer(
     text: str,
     tokens: list[int],
     finish_reason: FinishReason = "stop",
+    routes: tuple[int, int] | None = None,
 ) -> CallReply:
     """The reply whose coordinates prove `row`."""
     parent = request.parent
     prev_len = 0 if parent is None else parent.cum_len
-    extras = extras_digest(call_extras(spans, finish_reason))
+    given = None
+    if routes is not None:
+        given = Routes(layers=routes[0], topk=routes[1], digest=routes_digest(row.routed_experts))
+    extras = extras_digest(call_extras(spans, finish_reason, given))
     chain = chain_hash(None if parent is None else parent.chain_hash, row.token_ids)
     cumulative = cumulative_hash(np.array(tokens, dtype=np.int64))
     digest = call_digest(
@@ -135,6 +154,7 @@ def answer(
         extras_digest=extras,
         chain_hash=chain,
         cumulative_hash=cumulative,
+        routes=given,
     )
     return CallReply(
         coords=coords,
