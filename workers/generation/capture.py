@@ -23,9 +23,10 @@ from dataplane.schema import STAGING
 from dataplane.sink import TokenDelta, TokenSink
 from ledger.digests import call_digest, call_extras, chain_hash, cumulative_hash, extras_digest
 from ledger.ids import staging_key
-from ledger.records import CallCoords, CallReply, CallRequest, ParentCoords, WeightSpan
+from ledger.records import CallCoords, CallReply, CallRequest, Message, ParentCoords, WeightSpan
 from workers.generation.engine import Engine, EngineDead, Generation
 from workers.generation.rendering import BadMessages, ChatRenderer, RenderMismatch
+from workers.generation.stop_text import cut
 from workers.rpc.errors import HandlerError
 
 T = TypeVar("T")
@@ -78,16 +79,27 @@ class Capture:
         self._prefixes.put(coords.staging_key, whole)
         return CallReply(
             coords=coords,
-            message=await self._renderer.parse(prompt, generation.token_ids, request.tools),
+            message=await self._message(request, prompt, generation),
             finish_reason=generation.finish_reason,
             prompt_tokens=len(prompt),
             completion_tokens=len(generation.token_ids),
+            logprobs=await self._renderer.plain.logprobs(generation) if request.logprobs else None,
         )
+
+    async def _message(self, request: CallRequest, prompt: list[int], generation: Generation) -> Message:
+        completion = generation.token_ids
+        if request.prompt is None:
+            message = await self._renderer.parse(prompt, completion, request.tools, tool_calls=request.parse_tool_calls)
+        else:
+            message = Message(role="assistant", content=await self._renderer.plain.text(completion))
+        return cut(message, request.sampling.stop)
 
     async def _render(self, request: CallRequest, prefix: Prefix) -> list[int]:
         """The whole prompt; it begins with the prefix."""
         parent = request.parent
         try:
+            if request.prompt is not None:
+                return await self._raw(request.prompt)
             if parent is None:
                 return await self._renderer.render_root(request.messages, request.tools)
             return await self._renderer.extend(
@@ -97,6 +109,9 @@ class Capture:
             raise HandlerError("bad_request", str(error), failure_class="data") from error
         except RenderMismatch as error:
             raise HandlerError("render_mismatch", str(error), failure_class="capture") from error
+
+    async def _raw(self, prompt: str | tuple[int, ...]) -> list[int]:
+        return await self._renderer.plain.tokens(prompt) if isinstance(prompt, str) else list(prompt)
 
     async def _generate(self, request: CallRequest, prompt: list[int]) -> Generation:
         room = self._engine.max_model_len - len(prompt)

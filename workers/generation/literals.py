@@ -7,6 +7,7 @@ text is encoded in parts, none of which spells a control token. The model reads 
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any, cast
 
@@ -43,6 +44,10 @@ class LiteralTokenizer:
                 return {key: self._guarded(item, control) for key, item in cast("dict[str, Any]", value).items()}
             case _:
                 return value
+
+    def plain(self) -> Any:
+        """A copy of the tokenizer itself, for use beside this one: to it, what spells a control token is one."""
+        return copy.deepcopy(self._inner)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         return list(self(text, **options)["input_ids"])

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ledger.records import FunctionCall, Message, ToolCall
 from workers.generation.literals import LiteralTokenizer
+from workers.generation.plain_text import PlainText
 from workers.host import StartupError
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class ChatRenderer:
         stop = dict.fromkeys([*cast("list[int]", renderer.get_stop_token_ids()), *extra_stop])
         self.stop_token_ids: tuple[int, ...] = tuple(stop)
         """The tokens that end an assistant turn."""
+        self.plain = PlainText(tokenizer.plain())
         self._one_at_a_time = anyio.CapacityLimiter(1)
 
     async def render_root(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
@@ -83,12 +85,15 @@ class ChatRenderer:
 
         return await self._run(work)
 
-    async def parse(self, prompt: Sequence[int], completion: Sequence[int], tools: Tools = ()) -> Message:
-        """The assistant message that a completion is. The text of a tool call that cannot be parsed stays in the content.
+    async def parse(
+        self, prompt: Sequence[int], completion: Sequence[int], tools: Tools = (), *, tool_calls: bool = True
+    ) -> Message:
+        """The assistant message that a completion is. The text of a tool call that cannot be parsed stays in the content, as
+        that of all does without `tool_calls`.
 
         Tool-call ids are derived from the tokens, so an equal conversation has equal ids.
         """
-        return await self._run(lambda: self._parse(list(prompt), list(completion), tools))
+        return await self._run(lambda: self._parse(list(prompt), list(completion), tools, tool_calls))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(work, limiter=self._one_at_a_time)
@@ -150,10 +155,10 @@ class ChatRenderer:
     def _turn_end(self, tokens: list[int], start: int) -> int | None:
         return next((i for i in range(start, len(tokens)) if tokens[i] in self.stop_token_ids), None)
 
-    def _parse(self, prompt: list[int], completion: list[int], tools: Tools) -> Message:
+    def _parse(self, prompt: list[int], completion: list[int], tools: Tools, tool_calls: bool) -> Message:
         parsed = self._renderer.parse_response(completion, tools=list(tools) or None, prompt_ids=prompt)
-        good = [call for call in parsed.tool_calls if call.status == "ok"]
-        broken = [call.raw for call in parsed.tool_calls if call.status != "ok"]
+        good = [call for call in parsed.tool_calls if tool_calls and call.status == "ok"]
+        broken = [call.raw for call in parsed.tool_calls if call not in good]
         content = "\n".join([*([parsed.content] if parsed.content else []), *broken])
         tokens = hashlib.sha256(np.array([*prompt, *completion], dtype=np.int64).tobytes()).hexdigest()
         return Message(

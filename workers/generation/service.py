@@ -89,7 +89,13 @@ async def serve(spec: api.GenerationSpec, server: RpcServer) -> AsyncGenerator[N
 async def _start_engine(spec: api.GenerationSpec, model_path: Path, renderer: ChatRenderer) -> Engine:
     if spec.engine.kind != "torch":
         raise StartupError("bad_spec", f"engine {spec.engine.kind!r} is not one of: torch")
-    return await TorchEngine.start(model_path, spec.engine, stop_token_ids=renderer.stop_token_ids, seed=spec.seed)
+    return await TorchEngine.start(
+        model_path,
+        spec.engine,
+        stop_token_ids=renderer.stop_token_ids,
+        seed=spec.seed,
+        decode=renderer.plain.decode,
+    )
 
 
 def main() -> None:
