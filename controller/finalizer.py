@@ -1,39 +1,57 @@
 """The finalizer group: turns played groups into verified training rows, or placeholders with a reason.
 
-Invariant: a row is published only from a sealed receipt whose every on-chain row was read back and verified; staged rows of
-a group are cleared only after the group is ready or dropped.
+Invariant: a row is published only from a sealed receipt whose every staged row was read back and verified, unless token
+capture is off; staged rows of a group are cleared only after the group is ready or dropped.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
 
 import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from controller import echo
 from controller.buffer import ReplayBuffer
+from controller.publish import Publisher
 from controller.records import FinalizationRequest, PlayedRollout, TrainSample
+from controller.staged import Rows, StagedCleaner, StagedReader
+from controller.verdicts import Verdict, columns_of, sample_of
 from controller.waiting import Activities
-from dataplane.errors import RowGone
-from dataplane.plane import Column, DataPlane
-from dataplane.schema import STAGING, STAGING_COLUMNS, TRAIN
-from dataplane.sink import TokenDelta
+from dataplane.plane import DataPlane
+from ledger.branches import VerifiedRollout, verify_rollout
 from ledger.ledger import Ledger
-from ledger.reasons import Reason
+from ledger.reasons import Reason, Rejection
 from ledger.receipts import Receipt
-from ledger.verify import Rejection, VerifiedRow, verify
 
 INLINE_TOKENS = 4096
 """Groups with fewer tokens are verified on the loop (under a millisecond); larger ones in a thread."""
 
-Verdict = VerifiedRow | Rejection
+OnFailure: TypeAlias = Literal["placeholder", "drop_group", "abort"]
+
+
+class CustodyFailed(Exception):
+    """A rollout's custody failed, and `token_capture.on_failure: abort` asks to end the run then."""
+
+    def __init__(self, rollout_id: str, rejection: Rejection) -> None:
+        super().__init__(
+            f"rollout {rollout_id!r} cannot be trained: {rejection.reason} ({rejection.reason.meaning}): {rejection.detail}"
+        )
+        self.rollout_id = rollout_id
+        self.rejection = rejection
 
 
 class FinalizerGroup:
-    """`concurrency` groups are finalized at a time. `timings` adds up seconds per phase since it was last taken."""
+    """`concurrency` groups are finalized at a time.
+
+    `echo_limits` says what tokens an environment may return; None when they are captured. A call that was given up can stage
+    its row up to `late_after_s` later.
+    """
 
     def __init__(
         self,
@@ -44,14 +62,22 @@ class FinalizerGroup:
         plane: DataPlane,
         activities: Activities,
         concurrency: int,
+        on_failure: OnFailure = "placeholder",
+        echo_limits: Callable[[], echo.Limits] | None = None,
+        late_after_s: float = 60.0,
     ) -> None:
         self._requests = requests
         self._buffer = buffer
         self._ledger = ledger
-        self._plane = plane
         self._activities = activities
         self._concurrency = concurrency
+        self._on_failure: OnFailure = on_failure
+        self._echo_limits = echo_limits
         self._timings: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+        self._reader = StagedReader(plane, self._counts)
+        self._publisher = Publisher(plane, self._counts)
+        self._cleaner = StagedCleaner(plane, self._counts, late_after_s=late_after_s)
         self.committed = 0
         """Groups that became ready."""
         self.rejections: Counter[str] = Counter()
@@ -62,8 +88,15 @@ class FinalizerGroup:
         taken, self._timings = self._timings, {}
         return taken
 
+    def take_counts(self) -> dict[str, int]:
+        """What was done since the last call: rollouts verified, unproven and rejected (also by reason), rows published and
+        conversations left out, reads, rows read and cleared, ..."""
+        taken = dict(self._counts)
+        self._counts.clear()
+        return taken
+
     async def run(self) -> None:
-        """Finalize until the request stream ends."""
+        """Finalize until the request stream ends. Raises CustodyFailed, DataPlaneDown."""
         async with anyio.create_task_group() as tg:
             for i in range(self._concurrency):
                 tg.start_soon(self._work, f"finalizer {i}")
@@ -75,110 +108,110 @@ class FinalizerGroup:
                 await self._finalize(request)
 
     async def _finalize(self, request: FinalizationRequest) -> None:
-        receipts = {r.rollout_id: await self._seal(r) for r in request.rollouts}
-        verdicts = await self._verify(list(receipts.values()))
-        rows = {rid: v for rid, v in verdicts.items() if isinstance(v, VerifiedRow)}
-        if rows:
-            start = time.monotonic()
-            await self._plane.put(TRAIN, {rid: _train_row(v) for rid, v in rows.items()})
-            self._spent("publish", start)
-        samples = [_sample(r, receipts[r.rollout_id], verdicts[r.rollout_id]) for r in request.rollouts]
+        receipts = await self._seal(request.rollouts)
+        verdicts = await self._verdicts(request.rollouts, receipts)
+        failed = _failed(verdicts)
+        if failed is None or self._on_failure == "placeholder":
+            verdicts = await self._publish(verdicts)
+            failed = None
+        samples = [sample_of(rollout, verdicts[rollout.rollout_id]) for rollout in request.rollouts]
         with anyio.CancelScope(shield=True):
-            self.rejections.update(str(s.reason) for s in samples if s.reason is not None)
-            for sample in samples:
-                await self._ledger.finalize(sample.rollout_id, sample.reason, _detail(verdicts[sample.rollout_id]))
-            if rows:
+            await self._record(samples, verdicts)
+            if failed is not None and self._on_failure == "abort":
+                raise CustodyFailed(*failed)
+            if failed is None and any(sample.valid for sample in samples):
                 await self._ledger.committed(request.group_id)
                 self._buffer.commit_finalized(request.group_id, samples)
                 self.committed += 1
             else:
                 self._buffer.drop(request.group_id)
-                await self._ledger.dropped(request.group_id, reason=Reason.NO_VALID_ROLLOUT)
-            start = time.monotonic()
-            await self._plane.clear(STAGING, await self._staged(list(receipts.values())))
-            self._spent("clear", start)
+                reason = Reason.NO_VALID_ROLLOUT if failed is None else failed[1].reason
+                await self._ledger.dropped(request.group_id, reason=reason)
+            with self._phase("clear"):
+                await self._cleaner.clear(receipts)
 
-    async def _staged(self, receipts: Sequence[Receipt]) -> list[str]:
-        """All staging keys of a group, also those that a call without an answer may have staged."""
-        keys = [key for receipt in receipts for key in receipt.staging_keys]
-        for receipt in receipts:
-            for call_id in receipt.orphans:
-                keys += await self._plane.keys(STAGING, prefix=f"{call_id}-")
-        return keys
+    async def _seal(self, rollouts: Sequence[PlayedRollout]) -> list[Receipt]:
+        """The receipts, in the order of the rollouts."""
+        receipts: dict[str, Receipt] = {}
 
-    async def _seal(self, rollout: PlayedRollout) -> Receipt:
-        return await self._ledger.seal(rollout.rollout_id, failure=rollout.failure)
+        async def seal(rollout: PlayedRollout) -> None:
+            receipts[rollout.rollout_id] = await self._ledger.seal_once(rollout.rollout_id, failure=rollout.failure)
+
+        async with anyio.create_task_group() as tg:
+            for rollout in rollouts:
+                tg.start_soon(seal, rollout)
+        return [receipts[rollout.rollout_id] for rollout in rollouts]
+
+    async def _verdicts(self, rollouts: Sequence[PlayedRollout], receipts: Sequence[Receipt]) -> dict[str, Verdict]:
+        """By rollout id, in the order of the rollouts."""
+        if self._echo_limits is None:
+            return await self._verify(receipts)
+        limits = self._echo_limits()
+        return {
+            rollout.rollout_id: receipt.rejections[0] if receipt.rejections else echo.echoed_row(rollout.tokens, limits)
+            for rollout, receipt in zip(rollouts, receipts, strict=True)
+        }
 
     async def _verify(self, receipts: Sequence[Receipt]) -> dict[str, Verdict]:
-        """A verdict per rollout id. One batched read; what is missing fails only the rollouts that need it."""
-        verdicts: dict[str, Verdict] = {r.rollout_id: r.rejections[0] for r in receipts if r.rejections}
-        pending: list[Receipt] = [r for r in receipts if not r.rejections]
-        rows: dict[str, TokenDelta] = {}
+        links = [link for r in receipts if not r.rejections for chain in r.conversations for link in chain]
+        with self._phase("fetch"):
+            rows = await self._reader.read(links)
+        with self._phase("verify"):
+            if sum(link.delta_len for link in links) <= INLINE_TOKENS:
+                return _verify_all(receipts, rows)
+            return await anyio.to_thread.run_sync(_verify_all, receipts, rows)
+
+    async def _publish(self, verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+        """The verdicts, those on rows that the data plane did not take turned into rejections."""
+        rows = {
+            key: row for rollout_id, verdict in verdicts.items() for key, row in columns_of(rollout_id, verdict).items()
+        }
+        if not rows:
+            return verdicts
+        with self._phase("publish"):
+            problem = await self._publisher.publish(rows)
+        if problem is None:
+            self._counts["rows_published"] += len(rows)
+            return verdicts
+        lost = Rejection(Reason.NOT_PUBLISHED, problem)
+        return {k: v if isinstance(v, Rejection) else lost for k, v in verdicts.items()}
+
+    async def _record(self, samples: Sequence[TrainSample], verdicts: Mapping[str, Verdict]) -> None:
+        async with anyio.create_task_group() as tg:
+            for sample in samples:
+                verdict = verdicts[sample.rollout_id]
+                reason, detail = (verdict.reason, verdict.detail) if isinstance(verdict, Rejection) else (None, "")
+                self._count(verdict)
+                tg.start_soon(self._ledger.finalize, sample.rollout_id, reason, detail)
+
+    def _count(self, verdict: Verdict) -> None:
+        match verdict:
+            case Rejection():
+                self.rejections[str(verdict.reason)] += 1
+                self._counts["rejected"] += 1
+                self._counts[f"rejected_{verdict.reason}"] += 1
+            case echo.EchoedRow():
+                self._counts["unproven"] += 1
+            case VerifiedRollout():
+                self._counts["verified"] += 1
+                self._counts["conversations_left_out"] += len(verdict.left_out)
+
+    @contextmanager
+    def _phase(self, name: str) -> Generator[None]:
         start = time.monotonic()
-        while pending and not rows:
-            keys = [link.staging_key for r in pending for link in r.chain]
-            try:
-                rows = dict(zip(keys, map(_delta, await self._plane.get(STAGING, keys, STAGING_COLUMNS)), strict=True))
-            except RowGone as e:
-                gone = set(e.keys)
-                for receipt in pending:
-                    lost = [link.staging_key for link in receipt.chain if link.staging_key in gone]
-                    if lost:
-                        verdicts[receipt.rollout_id] = Rejection(Reason.MISSING_ROW, f"no staged row {lost[0]}")
-                remaining = [r for r in pending if r.rollout_id not in verdicts]
-                if len(remaining) == len(pending):
-                    raise
-                pending = remaining
-        self._spent("fetch", start)
-        start = time.monotonic()
-        if sum(len(row.token_ids) for row in rows.values()) <= INLINE_TOKENS:
-            verdicts |= _verify_all(pending, rows)
-        else:
-            verdicts |= await anyio.to_thread.run_sync(_verify_all, pending, rows)
-        self._spent("verify", start)
-        return verdicts
-
-    def _spent(self, phase: str, start: float) -> None:
-        self._timings[phase] = self._timings.get(phase, 0.0) + time.monotonic() - start
+        try:
+            yield
+        finally:
+            self._timings[name] = self._timings.get(name, 0.0) + time.monotonic() - start
 
 
-def _verify_all(receipts: Sequence[Receipt], rows: Mapping[str, TokenDelta]) -> dict[str, Verdict]:
-    return {r.rollout_id: verify(r, rows) for r in receipts}
+def _failed(verdicts: Mapping[str, Verdict]) -> tuple[str, Rejection] | None:
+    """The first rollout whose custody failed."""
+    for rollout_id, verdict in verdicts.items():
+        if isinstance(verdict, Rejection) and not verdict.reason.of_the_rollout:
+            return rollout_id, verdict
+    return None
 
 
-def _delta(row: Mapping[str, Column]) -> TokenDelta:
-    return TokenDelta(**{name: row[name] for name in STAGING_COLUMNS})
-
-
-def _train_row(row: VerifiedRow) -> dict[str, Column]:
-    return {
-        "input_ids": row.input_ids,
-        "loss_mask": row.loss_mask,
-        "rollout_logprobs": row.rollout_logprobs,
-        "weight_versions": row.weight_versions,
-    }
-
-
-def _detail(verdict: Verdict) -> str:
-    return verdict.detail if isinstance(verdict, Rejection) else ""
-
-
-def _sample(rollout: PlayedRollout, receipt: Receipt, verdict: Verdict) -> TrainSample:
-    if isinstance(verdict, Rejection):
-        return TrainSample(
-            rollout_id=rollout.rollout_id,
-            reward=rollout.reward,
-            metrics=rollout.metrics,
-            key=None,
-            reason=verdict.reason,
-        )
-    return TrainSample(
-        rollout_id=rollout.rollout_id,
-        reward=rollout.reward,
-        metrics=rollout.metrics,
-        key=rollout.rollout_id,
-        length=verdict.length,
-        loss_tokens=verdict.loss_tokens,
-        truncated=receipt.chain[-1].finish_reason == "length",
-        oldest_version=verdict.oldest_version,
-    )
+def _verify_all(receipts: Sequence[Receipt], rows: Rows) -> dict[str, Verdict]:
+    return {receipt.rollout_id: verify_rollout(receipt, rows) for receipt in receipts}

@@ -43,6 +43,8 @@ class Machinery:
     engines: tuple[RpcClient, ...]
     max_model_len: int
     """Longest conversation that every engine can hold, in tokens."""
+    vocab_size: int
+    """Token ids are below this."""
 
     async def sweep(self) -> dict[str, int]:
         """Clear whatever is left in the run's partitions; rows found, by partition. To be called when no worker writes.
@@ -104,17 +106,20 @@ async def start_machinery(
             for plane in planes:
                 stack.push_async_callback(_close, plane)
         engines = tuple(started[name].client for name in names)
+        engine = await _engine(config, engines)
         yield Machinery(
             plane=planes[0],
             fleet=fleet,
             deaths=deaths,
             trainer=started["training"].client,
             engines=engines,
-            max_model_len=await _model_len(config, engines),
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
         )
 
 
-async def _model_len(config: Config, engines: tuple[RpcClient, ...]) -> int:
+async def _engine(config: Config, engines: tuple[RpcClient, ...]) -> WorkerInfo:
+    """What the engines are, which must be the same of all."""
     infos: list[WorkerInfo] = [await engine.call(INFO, Empty()) for engine in engines]
     if len({(i.max_model_len, i.vocab_size) for i in infos}) > 1:
         raise ModelMismatch(f"the generation workers serve different models: {infos}")
@@ -124,7 +129,7 @@ async def _model_len(config: Config, engines: tuple[RpcClient, ...]) -> int:
             f"rollout.max_tokens is {config.rollout.max_tokens}, but the engine holds {limit} tokens, prompt included: "
             "lower rollout.max_tokens, or raise generation.max_model_len"
         )
-    return limit
+    return infos[0]
 
 
 @asynccontextmanager

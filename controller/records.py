@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from ledger.reasons import Reason
-from workers.environments.base import Prompt
+from workers.environments.base import Prompt, Tokens
 
 
 class PlayedRollout(Struct, frozen=True, kw_only=True):
@@ -18,28 +18,46 @@ class PlayedRollout(Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float]
     failure: Reason | None = None
     """Set when the rollout did not end by itself; it then becomes a placeholder."""
+    tokens: Tokens | None = None
+    """What the environment returned, when token capture is off."""
+
+
+class SampleRow(Struct, frozen=True, kw_only=True):
+    """A row in the train partition."""
+
+    key: str
+    length: int
+    loss_tokens: int
 
 
 class TrainSample(Struct, frozen=True, kw_only=True):
-    """One rollout after verification. A placeholder (`key` None) keeps its real reward but is never trained."""
+    """One rollout after verification. A placeholder (no rows) keeps its real reward but is never trained."""
 
     rollout_id: str
     reward: float
     metrics: Mapping[str, float]
-    key: str | None
-    """Its row in the train partition."""
-    length: int = 0
-    loss_tokens: int = 0
+    rows: tuple[SampleRow, ...] = ()
+    """One, unless every conversation of a rollout is trained; no token is a loss token of two."""
     truncated: bool = False
     """Its last call was cut by a length limit."""
     oldest_version: int = 0
-    """Oldest weight version among its generated tokens."""
+    """Oldest weight version among its loss tokens."""
+    proven: bool = True
+    """False when the environment returned the tokens itself."""
     reason: Reason | None = None
     """Why it is a placeholder."""
 
     @property
     def valid(self) -> bool:
-        return self.key is not None
+        return bool(self.rows)
+
+    @property
+    def keys(self) -> list[str]:
+        return [row.key for row in self.rows]
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(row.loss_tokens for row in self.rows)
 
 
 class FinalizationRequest(Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import anyio
 from anyio.abc import ObjectSendStream
@@ -20,6 +21,7 @@ from controller.records import FinalizationRequest, PlayedRollout, PromptGroup
 from controller.run_state import RunState
 from controller.samplers import Sampler
 from controller.waiting import Activities
+from ledger.errors import RolloutClosed
 from ledger.ledger import Ledger
 from ledger.reasons import Reason
 from workers.environments.base import Environment, RolloutResult
@@ -45,7 +47,9 @@ class RolloutPump:
         forget: Callable[[str], None],
         activities: Activities,
         first_group: int = 0,
+        echo: bool = False,
     ) -> None:
+        """With `echo` the environment returns each rollout's tokens."""
         self._config = config
         self._environment = environment
         self._prompts = prompts
@@ -57,6 +61,7 @@ class RolloutPump:
         self._make_context = make_context
         self._forget = forget
         self._activities = activities
+        self._echo = echo
         self.next_group = first_group
         self.playing = 0
         """Rollouts being played."""
@@ -144,9 +149,18 @@ class RolloutPump:
             failure, result = Reason.ROLLOUT_TIMEOUT, RolloutResult(reward=0.0)
         result = self._checked(group, rollout_id, result)
         if context.terminal is not None:
-            await self._ledger.declare_terminal(rollout_id, context.terminal)
+            # Sealed over the control plane, the record holds what was declared by then.
+            with suppress(RolloutClosed):
+                await self._ledger.declare_terminal(rollout_id, context.terminal)
+        if result.scored is not None and not self._echo:
+            with suppress(RolloutClosed):
+                await self._ledger.witness(rollout_id, content=result.scored)
         return PlayedRollout(
-            rollout_id=rollout_id, reward=float(result.reward), metrics=result.metrics, failure=failure
+            rollout_id=rollout_id,
+            reward=float(result.reward),
+            metrics=result.metrics,
+            failure=failure,
+            tokens=result.tokens,
         )
 
     def _checked(self, group: PromptGroup, rollout_id: str, result: object) -> RolloutResult:
@@ -161,6 +175,11 @@ class RolloutPump:
                 raise RolloutError(
                     f"{place}{name} is {value!r}; it must be a finite number. Mend the environment's scoring"
                 )
+        if result.tokens is not None and not self._echo:
+            raise RolloutError(
+                f"{place}rollout() returned tokens, but token_capture.enabled is true: those that the engine sampled are "
+                "trained. Leave RolloutResult.tokens out, or set token_capture.enabled: false"
+            )
         return result
 
     def _place(self, group: PromptGroup, rollout_id: str) -> str:

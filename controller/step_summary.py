@@ -21,10 +21,11 @@ def summarise(
     counts: Mapping[str, int],
     buffer: ReplayBuffer,
     data_plane: Mapping[str, float],
+    custody: Mapping[str, int] | None = None,
 ) -> StepReport:
     """`seconds`: wall time since the previous step ended. `counts`: rollouts so far by end.
 
-    `data_plane`: seconds per phase of the finalizers since the previous step.
+    `data_plane` and `custody`: seconds per phase of the finalizers, and what they counted, since the previous step.
     """
     samples = [s for entry in done.groups for s in entry.samples]
     trained = [s for s in samples if s.valid]
@@ -55,6 +56,9 @@ def summarise(
         trainer=trainer,
         environment=_means(samples),
         data_plane=dict(data_plane),
+        custody={name: float(count) for name, count in (custody or {}).items()},
+        rows=sum(len(s.rows) for s in trained),
+        unproven=sum(not s.proven for s in trained),
     )
 
 

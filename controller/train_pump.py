@@ -17,6 +17,7 @@ from controller.advantages import group_advantages
 from controller.batching import plan_microbatches
 from controller.buffer import GroupEntry, ReplayBuffer
 from controller.config.schema import AdvantageConfig, TrainingConfig
+from controller.credit import Credit, row_weights
 from controller.records import TrainSample
 from controller.run_state import RunState
 from controller.samplers import Sampler
@@ -74,9 +75,11 @@ class TrainPump:
         after_step: Callable[[], Awaitable[None]],
         on_phase: Callable[[str, int, float, float], None],
         activities: Activities,
+        credit: Credit = "equal",
     ) -> None:
         self._training = training
         self._advantage = advantage
+        self._credit: Credit = credit
         self._buffer = buffer
         self._state = state
         self._sampler = sampler
@@ -111,7 +114,7 @@ class TrainPump:
             for entry in entries:
                 self._buffer.evict(entry.group_id)
                 await self._ledger.evicted(entry.group_id)
-            await self._plane.clear(TRAIN, [s.key for e in entries for s in e.samples if s.key is not None])
+            await self._plane.clear(TRAIN, [key for e in entries for s in e.samples for key in s.keys])
 
     async def _next_groups(self) -> list[GroupEntry]:
         await self._buffer.wait_until(lambda: self._sampler.select(self._state.view()) is not None)
@@ -119,7 +122,7 @@ class TrainPump:
 
     async def _step(self, groups: list[GroupEntry], phases: dict[str, float]) -> None:
         done = TrainedStep(self._state.step, groups, self._with_advantages(groups), phases)
-        keys = [s.key for _, s, _ in done.samples if s.key is not None]
+        keys = [key for _, s, _ in done.samples for key in s.keys]
         await self._prepare(done, keys)
         with self._phase("train", f"training step {done.step}", phases):
             await self._train(done)
@@ -168,12 +171,18 @@ class TrainPump:
             for request in wanted:
                 await self._trainer.call(LOGPROBS, request, timeout=self._training.step_timeout_s)
 
-    async def _train(self, done: TrainedStep) -> None:
-        rows = [
-            TrainRow(key=s.key, advantage=advantage, length=s.length)
-            for _, s, advantage in done.samples
-            if s.key is not None
+    def _rows(self, samples: Samples) -> list[TrainRow]:
+        """All rows of a step. A rollout's rows share its advantage, and its credit."""
+        tokens = [[row.loss_tokens for row in s.rows] for _, s, _ in samples]
+        weights = row_weights(self._credit, self._training.loss.aggregation, tokens)
+        return [
+            TrainRow(key=row.key, advantage=advantage, length=row.length, weight=weight)
+            for (_, s, advantage), factors in zip(samples, weights, strict=True)
+            for row, weight in zip(s.rows, factors, strict=True)
         ]
+
+    async def _train(self, done: TrainedStep) -> None:
+        rows = self._rows(done.samples)
         begin = BeginStep(
             step=done.step, loss_tokens=sum(s.loss_tokens for _, s, _ in done.samples), sequences=len(rows)
         )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dataplane.errors import BadRow, DataPlaneError, RowExists
 from dataplane.plane import DataPlane, Row
-from dataplane.schema import STAGING
+from dataplane.schema import ROUTED_EXPERTS, STAGING
 
 MAX_ROWS = 128
 MAX_TOKENS = 262_144
@@ -21,7 +21,7 @@ MAX_TOKENS = 262_144
 class TokenDelta:
     """The tokens one model call added to its conversation: new prompt tokens, then generated tokens.
 
-    All arrays are 1-D and of equal length. `token_ids` int64. `token_mask` uint8: 0 prompt, 1 generated.
+    All arrays are 1-D, and all but the last of equal length. `token_ids` int64. `token_mask` uint8: 0 prompt, 1 generated.
     `logprobs` float32: natural log under the sampling distribution; 0 on prompt tokens.
     `weight_versions` int64: the weights that produced each token; on prompt tokens, those of the first generated token.
     """
@@ -30,6 +30,8 @@ class TokenDelta:
     token_mask: npt.NDArray[np.uint8]
     logprobs: npt.NDArray[np.float32]
     weight_versions: npt.NDArray[np.int64]
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """[tokens * layers * topk] where the engine says which experts it used (see `schema.ROUTED_EXPERTS`)."""
 
 
 class TokenSink:
@@ -106,9 +108,10 @@ class _Stage:
 
 
 def _row(delta: TokenDelta) -> Row:
-    return {
+    row = {
         "token_ids": delta.token_ids,
         "token_mask": delta.token_mask,
         "logprobs": delta.logprobs,
         "weight_versions": delta.weight_versions,
     }
+    return row if delta.routed_experts is None else row | {ROUTED_EXPERTS: delta.routed_experts}

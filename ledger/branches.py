@@ -6,13 +6,13 @@ conversation's before all others; in the other rows they are context.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ledger.links import Link
 from ledger.reasons import Reason, Rejection
 from ledger.receipts import Receipt
-from ledger.verify import StagedRow, VerifiedRow, materialize, plan_chain, plan_row
+from ledger.verify import StagedRows, VerifiedRow, materialize, plan_chain, plan_row
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class VerifiedRollout:
     """Why other conversations have no row."""
 
 
-def verify_rollout(receipt: Receipt, rows: Mapping[str, StagedRow]) -> VerifiedRollout | Rejection:
-    """The rows of a trainable receipt. `rows` maps staging keys to staged rows.
+def verify_rollout(receipt: Receipt, rows: StagedRows) -> VerifiedRollout | Rejection:
+    """The rows of a trainable receipt; a receipt's own rejection otherwise.
 
     The conversation of the terminal call must be proven; another that is not is left out. Where no terminal call is singled
     out any may be the scored one, so all must be proven.
@@ -49,7 +49,7 @@ def verify_rollout(receipt: Receipt, rows: Mapping[str, StagedRow]) -> VerifiedR
 
 
 def _verified(
-    rollout_id: str, chain: Sequence[Link], rows: Mapping[str, StagedRow], proven: Sequence[Sequence[Link]]
+    rollout_id: str, chain: Sequence[Link], rows: StagedRows, proven: Sequence[Sequence[Link]]
 ) -> VerifiedRow | Rejection:
     if not chain:
         return Rejection(Reason.BROKEN_CHAIN, "a conversation without a call")

@@ -44,6 +44,10 @@ class StagedRow(Protocol):
 _DTYPES = {"token_ids": np.int64, "token_mask": np.uint8, "logprobs": np.float32, "weight_versions": np.int64}
 
 
+StagedRows = Mapping[str, StagedRow | Rejection]
+"""By staging key. A rejection stands for a row that could not be read, and says why."""
+
+
 class RowPlan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a training row is put together: each link's staged row is the tokens [prev_len, end) of it."""
 
@@ -85,8 +89,8 @@ class VerifiedRow:
         return self.input_ids.size
 
 
-def verify(receipt: Receipt, rows: Mapping[str, StagedRow]) -> VerifiedRow | Rejection:
-    """Plan and materialize. `rows` maps staging keys to staged rows; only those of the chain are looked at."""
+def verify(receipt: Receipt, rows: StagedRows) -> VerifiedRow | Rejection:
+    """Plan and materialize. Only the rows of the chain are looked at."""
     plan = plan_row(receipt)
     return plan if isinstance(plan, Rejection) else materialize(plan, rows)
 
@@ -115,7 +119,7 @@ def plan_chain(rollout_id: str, chain: Sequence[Link]) -> RowPlan | Rejection:
     return RowPlan(rollout_id=rollout_id, links=tuple(chain))
 
 
-def materialize(plan: RowPlan, rows: Mapping[str, StagedRow], *, proven: int = 0) -> VerifiedRow | Rejection:
+def materialize(plan: RowPlan, rows: StagedRows, *, proven: int = 0) -> VerifiedRow | Rejection:
     """The training row, after recomputing every digest of every link; the first failed check otherwise.
 
     The first `proven` links were verified before, with these rows and in this order. Costs a few passes over the tokens,
@@ -126,6 +130,8 @@ def materialize(plan: RowPlan, rows: Mapping[str, StagedRow], *, proven: int = 0
         row = rows.get(link.staging_key)
         if row is None:
             return Rejection(Reason.MISSING_ROW, f"no staged row {link.staging_key!r}")
+        if isinstance(row, Rejection):
+            return row
         rejection = None if index < proven else _check_columns(link, row) or _check_routes(link, row)
         if rejection is not None:
             return rejection

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from controller.config.figures import context_tokens, sampler_of
+from controller.config.figures import context_tokens, generating_groups, sampler_of
 from controller.config.load import check_values
 from controller.config.model_dir import ModelFacts, inspect_model
 from controller.config.problems import Problem
 from controller.config.schema import Config
 from controller.config.surroundings import environment, folders, kind_of, machine, model_folder
+from workers.environments.registry import BUILTIN
 
 
 class Findings(NamedTuple):
@@ -37,9 +38,11 @@ def check_config(config: Config) -> Findings:
         *environment(config.environment),
         *_sampling(config),
         *_signal(config),
+        *_token_capture(config),
         *_context(config, model),
         *_loss(config),
         *_deadlines(config),
+        *_gate(config),
         *folders(config, model),
         *machine(config),
     ]
@@ -104,6 +107,38 @@ def _signal(config: Config) -> Iterator[Problem]:
             what=f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: the sampler's logprobs are of the cut distribution",
             allowed="top_p 1 and top_k 0 where the ratio divides by them: the trainer's are of the whole vocabulary",
             remedy="turn both off, or set training.loss.old_logprobs: policy without tis_cap",
+            warning=True,
+        )
+
+
+def _token_capture(config: Config) -> Iterator[Problem]:
+    capture = config.token_capture
+    if not capture.enabled and capture.trajectory != "terminal":
+        yield Problem(
+            path="token_capture.trajectory",
+            what=f"{capture.trajectory} with token_capture.enabled false",
+            allowed="terminal without capture: an environment returns the tokens of one row, and no record knows of others",
+            remedy="set token_capture.enabled: true, or token_capture.trajectory: terminal",
+        )
+    elif capture.trajectory == "terminal" and capture.credit != "equal":
+        yield Problem(
+            path="token_capture.credit",
+            what=f"{capture.credit} with token_capture.trajectory terminal",
+            allowed="equal with terminal: a rollout has one row, so there is nothing to share out",
+            remedy="remove it, or set token_capture.trajectory: branches",
+        )
+    if not capture.enabled and config.environment.name in BUILTIN:
+        yield Problem(
+            path="token_capture.enabled",
+            what=f"false with environment.name {config.environment.name}",
+            allowed="true for the built-in environments: they ask the gate for answers and never see a token",
+            remedy="set token_capture.enabled: true, or name an environment of your own that returns RolloutResult.tokens",
+        )
+    if capture.trajectory == "branches" and config.rollout.max_calls == 1:
+        yield Problem(
+            path="token_capture.trajectory",
+            what="branches with rollout.max_calls 1: a rollout of one call has one conversation",
+            allowed="terminal, or rollout.max_calls > 1",
             warning=True,
         )
 
@@ -202,3 +237,37 @@ def _deadlines(config: Config) -> Iterator[Problem]:
             allowed=f"> {longest}, so that a deadline passes first and names what it waited for",
             warning=True,
         )
+
+
+def _gate(config: Config) -> Iterator[Problem]:
+    gate = config.gate
+    if gate.host in ("0.0.0.0", "::") and gate.public_url is None:  # noqa: S104  # refused, not used
+        yield Problem(
+            path="gate.public_url",
+            what=f"is null with gate.host {gate.host}",
+            allowed="the URL that agents reach this machine by: they cannot be told to connect to every address",
+            remedy="set gate.public_url: http://<this machine>:<gate.port>",
+        )
+    if gate.public_url is not None and gate.port == 0:
+        yield Problem(
+            path="gate.port",
+            what=f"0 with gate.public_url {gate.public_url}: the port is another one in each run",
+            allowed="a fixed port, unless a proxy finds out",
+            warning=True,
+        )
+    if gate.sampling == "request":
+        yield Problem(
+            path="gate.sampling",
+            what="request: what an agent samples at another temperature is trained as if it had been sampled at the run's",
+            allowed="fixed, unless the agents ask for what rollout.temperature, top_p and top_k say",
+            warning=True,
+        )
+    rollouts = generating_groups(config.rollout) * config.rollout.group_size
+    for key in ("max_open_rollouts", "max_connections"):
+        if getattr(gate, key) < rollouts:
+            yield Problem(
+                path=f"gate.{key}",
+                what=f"{getattr(gate, key)} < {rollouts}, the rollouts that are played at the same time",
+                allowed=f">= {rollouts} when each is an agent over HTTP",
+                warning=True,
+            )

@@ -49,13 +49,27 @@ def _run(config: Config, model: ModelFacts) -> Iterator[Row]:
     if loss.entropy_coef > 0:
         terms.append(f"entropy {loss.entropy_coef:g}")
     yield "loss", ", ".join(terms)
+    yield "custody", _custody(config)
     sampling = f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k or 'off'}"
     yield "sampling", f"{sampling}, up to {rollout.max_tokens} tokens a call"
+
+
+def _custody(config: Config) -> str:
+    capture = config.token_capture
+    if not capture.enabled:
+        return "none: the environment returns the tokens, which nothing proves"
+    what = {
+        "terminal": "the terminal conversation of each rollout",
+        "branches": f"every proven conversation of each rollout, credit {capture.credit}",
+    }[capture.trajectory]
+    return f"{what}; a rollout whose custody fails: {capture.on_failure}"
 
 
 def _processes(config: Config) -> Iterator[Row]:
     generation, training, units = config.generation, config.training, config.dataplane.storage_units
     yield "controller", "this process: one event loop, no tokens, no model"
+    port = config.gate.port or "a free port"
+    yield "gate", f"in it, HTTP for agents on {config.gate.host}, {port}, {config.gate.sampling} sampling"
     yield "data plane", f"TransferQueue: 1 controller, {_count(units, 'storage unit')}"
     yield (
         f"generation x {generation.workers}",
@@ -109,6 +123,7 @@ def _files(config: Config, model: ModelFacts) -> Iterator[Row]:
     run_dir, keep, every = Path(config.run.dir), config.checkpoint.keep, config.checkpoint.every_steps
     when = "at the end" if every is None else f"every {_count(every, 'step')} and at the end"
     yield f"{run_dir}/", "metrics, trace, report; error.log when the run fails"
+    yield f"{run_dir / 'control.json'}", "how to reach the gate's control plane, while the run lasts"
     yield f"{run_dir / 'checkpoints'}/", f"{when}, on an interrupt too; the last {keep} are kept"
     yield f"{weights_folder(config)}/", f"one version of the weights, {weight_bytes(config.model, model) / 1e6:,.1f} MB"
 

@@ -163,6 +163,24 @@ class WeightSyncConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Deadline of publishing a version, and of each engine's loading it."""
 
 
+class TokenCaptureConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What of a rollout is trained, and on what proof; rules and reason codes in docs/custody.md."""
+
+    enabled: bool = True
+    """Capture every model call's exact tokens beside the engine, and train only what a receipt proves. With false the
+    environment returns the tokens of each rollout itself; they are checked for shape and range, and marked as unproven."""
+    trajectory: Literal["terminal", "branches"] = "terminal"
+    """`terminal` trains the conversation up to the terminal call: one row per rollout. `branches` trains every proven
+    conversation of a rollout (sub-agents, history before a compaction) as a row with the rollout's reward; tokens that
+    rows share are trained in one of them."""
+    credit: Literal["equal", "per_token", "per_branch"] = "equal"
+    """`branches` only: what a row weighs in the loss. `equal`: a rollout counts once, its rows share evenly. `per_token`: a
+    rollout counts as one sequence made of all its rows' tokens. `per_branch`: each row counts as a rollout of its own."""
+    on_failure: Literal["placeholder", "drop_group", "abort"] = "placeholder"
+    """What a rollout costs whose custody fails. `placeholder`: itself; its reward enters no baseline. `drop_group`: its
+    group. `abort`: the run. Rollouts that made no call, timed out or ended in a failed call are always placeholders."""
+
+
 class FinalizerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     concurrency: PositiveInt = 4
     """Groups being verified at the same time."""
@@ -182,6 +200,34 @@ class WatchdogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """A stall reports what waits for what; `abort` then ends the run."""
 
 
+class GateConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The gate over HTTP: an OpenAI API for agents that are programs of their own. What it takes is in docs/gate.md."""
+
+    host: Annotated[str, Meta(min_length=1, description="a host name or address")] = "127.0.0.1"
+    """Where it listens. Agents on other machines need an address of this machine's network, or 0.0.0.0 and `public_url`."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """0 takes a free one."""
+    public_url: Annotated[str, Meta(pattern=r"^https?://[^/]+/?$", description="http(s)://host:port")] | None = None
+    """What agents are told instead of `host` and `port`: the way in from outside, through a proxy perhaps."""
+    sampling: Literal["fixed", "request"] = "fixed"
+    """`fixed`: calls are sampled with the run's temperature, top_p and top_k; a request with others is refused. `request`: a
+    request's own apply, for which training does not correct."""
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=3 * 2**20)] = 2 * 2**20
+    """Size of a request: the whole conversation so far."""
+    max_open_rollouts: PositiveInt = 4096
+    """Rollouts with calls running over HTTP at the same time; calls of others get 429."""
+    max_connections: PositiveInt = 4096
+    """More are closed at once."""
+    keep_alive_s: Seconds = 10.0
+    """Between the comments that keep a streamed call's connection alive until its answer is on record."""
+    read_timeout_s: Seconds = 30.0
+    """For a request's body, once its headers are there."""
+    send_timeout_s: Seconds = 60.0
+    """A client that takes nothing of its answer for so long is cut off."""
+    idle_timeout_s: Seconds = 120.0
+    """For a connection's next request, headers included."""
+
+
 class WorkersConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     start_timeout_s: Seconds = 180.0
     """From starting a worker process to its readiness (imports and model load included)."""
@@ -199,7 +245,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dataplane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    token_capture: TokenCaptureConfig = field(default_factory=TokenCaptureConfig)
     finalizer: FinalizerConfig = field(default_factory=FinalizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)

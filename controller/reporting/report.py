@@ -98,6 +98,10 @@ def _draw(reports: Sequence[StepReport], name: str) -> Any:
         figure: Any = Figure(figsize=(14, 10), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.03)
         figure.suptitle(_title(reports, name), x=0.012, ha="left", fontsize=14, fontweight="bold")
+        unproven = sum(report.unproven for report in reports)
+        if unproven:
+            text = f"UNPROVEN: the environment returned the tokens of {unproven:,} rollouts itself"
+            figure.text(0.988, 0.988, text, ha="right", va="top", color=_RED, fontsize=11, fontweight="bold")
         grid = figure.add_gridspec(3, 6)
         spots = (grid[0, :4], grid[0, 4:], grid[1, :4], grid[1, 4:], grid[2, :2], grid[2, 2:4], grid[2, 4:])
         panels = (_reward, _staleness, _phases, _throughput, _length, _entropy, _stability)

@@ -52,6 +52,13 @@ class StepReport(Struct, frozen=True, kw_only=True):
     """Mean of each metric that the environment gave beside the reward."""
     data_plane: dict[str, float | None]
     """Seconds spent in fetch, verify, publish and clear."""
+    custody: dict[str, float | None] = {}
+    """What the finalizers counted since the previous step: rollouts verified, unproven and rejected (by reason too), reads
+    of staged rows and those that failed, rows read, published and cleared, ..."""
+    rows: int | None = None
+    """Rows trained: one per rollout, unless every conversation of a rollout is trained."""
+    unproven: int = 0
+    """Trained rollouts whose tokens the environment returned itself (`token_capture.enabled: false`)."""
     not_finite: tuple[str, ...] = ()
     """Numbers that were NaN or infinite, such as `trainer/loss` of a run that has diverged. Found, not to be given."""
 
@@ -81,6 +88,8 @@ class StepReport(Struct, frozen=True, kw_only=True):
             "step/rollouts": float(self.rollouts),
             "step/placeholders": float(self.placeholders),
             "step/zero_spread_groups": float(self.zero_spread_groups),
+            "step/rows": None if self.rows is None else float(self.rows),
+            "step/unproven": float(self.unproven),
             "time/step": self.seconds,
         }
         sections: dict[str, Mapping[str, float | None]] = {
@@ -90,6 +99,7 @@ class StepReport(Struct, frozen=True, kw_only=True):
             "trainer": self.trainer,
             "environment": self.environment,
             "data_plane": self.data_plane,
+            "custody": self.custody,
         }
         for section, mapping in sections.items():
             numbers.update({f"{section}/{name}": value for name, value in mapping.items()})
@@ -105,7 +115,7 @@ _NUMBERS = (
     "completion_length_mean",
     "truncated_fraction",
 )
-_MAPPINGS = ("phases", "trainer", "environment", "data_plane")
+_MAPPINGS = ("phases", "trainer", "environment", "data_plane", "custody")
 
 
 def _finite(value: Any, name: str, not_finite: list[str]) -> float | None:

@@ -59,6 +59,8 @@ class RunSummary(Accounts, frozen=True, kw_only=True):
     """Prompt groups of this process."""
     drop_reasons: dict[str, int]
     """Rollouts of this process that could not be trained, by reason code."""
+    unproven: int = 0
+    """Trained rollouts whose tokens the environment returned itself, which nothing proves."""
     rows_left: dict[str, int]
     """Rows still in the data plane at the end, by partition; all 0 in a run that ended as it should."""
     children_left: int
@@ -120,6 +122,8 @@ def format_summary(summary: RunSummary, run_dir: Path) -> str:
     if summary.drop_reasons:
         by_count = sorted(summary.drop_reasons.items(), key=lambda item: (-item[1], item[0]))
         rows.append(("dropped", ", ".join(f"{reason} {count}" for reason, count in by_count)))
+    if summary.unproven:
+        rows.append(("UNPROVEN", f"{summary.unproven} trained rollouts: the environment returned their tokens itself"))
     left = [f"{count} {name} rows" for name, count in summary.rows_left.items()]
     rows.append(("left", ", ".join([*left, f"{summary.children_left} processes"])))
     rows.append(("weights", f"version {summary.weight_version}"))

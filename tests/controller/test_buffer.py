@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from controller.buffer import GroupState, IllegalTransition, ReplayBuffer
-from controller.records import PromptGroup, TrainSample
+from controller.records import PromptGroup, SampleRow, TrainSample
 from workers.environments.base import Prompt
 
 CAPACITY = 4
@@ -22,9 +22,8 @@ def group(group_id: str, version: int = 0) -> PromptGroup:
 
 
 def sample(group_id: str, *, valid: bool = True) -> TrainSample:
-    return TrainSample(
-        rollout_id=f"{group_id}.0", reward=1.0, metrics={}, key=f"{group_id}.0" if valid else None, length=3
-    )
+    rows = (SampleRow(key=f"{group_id}.0", length=3, loss_tokens=1),) if valid else ()
+    return TrainSample(rollout_id=f"{group_id}.0", reward=1.0, metrics={}, rows=rows)
 
 
 class BufferMachine(RuleBasedStateMachine):

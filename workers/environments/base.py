@@ -38,6 +38,17 @@ class RolloutContext(Protocol):
     @property
     def rollout_id(self) -> str: ...
 
+    @property
+    def base_url(self) -> str:
+        """For agents over HTTP: the `base_url` of an OpenAI client that speaks for this rollout. Calls over it and by `chat`
+        go through the same gate."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """The `api_key` that goes with it. It opens this rollout and no other."""
+        ...
+
     async def chat(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
@@ -52,14 +63,31 @@ class RolloutContext(Protocol):
         ...
 
     def declare_terminal(self, call_id: str) -> None:
-        """Name the call whose conversation is to be trained. Needed only when a rollout has several conversations."""
+        """Name the call whose conversation is to be trained, by its id or by its response's id. Needed only when a rollout has
+        several conversations."""
         ...
+
+
+class Tokens(Struct, frozen=True, kw_only=True):
+    """One rollout's tokens, sampled by the environment itself; all sequences of one length, at least 2."""
+
+    input_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    """1 on the tokens that the policy generated, 0 on all others; the first token has none before it and so is 0."""
+    logprobs: Sequence[float]
+    """Natural log of each generated token's probability under the distribution it was sampled from."""
+    weight_versions: Sequence[int]
+    """The weights that each token was generated with."""
 
 
 class RolloutResult(Struct, frozen=True, kw_only=True):
     reward: float
     metrics: Mapping[str, float] = {}
     """Extra numbers to average into the step's metrics, e.g. {"exact": 1.0}."""
+    scored: str | None = None
+    """The text of the answer that was scored, if one was: where a rollout has several conversations, it picks one."""
+    tokens: Tokens | None = None
+    """Only with `token_capture.enabled: false`, and needed then; nothing proves them."""
 
 
 class Environment(Protocol):

@@ -24,7 +24,14 @@ def test_a_sound_config_has_no_findings(tmp_path: Path) -> None:
     assert check_config(valid_config(tmp_path))[:2] == ((), ())
 
 
+OWN = "environment.name=tests.controller.config.test_checks:Anything"
 ERRORS = [
+    (
+        ["token_capture.enabled=false", "token_capture.trajectory=branches", OWN],
+        "token_capture.trajectory: branches with token_capture.enabled false",
+    ),
+    (["token_capture.credit=per_token"], "token_capture.credit: per_token with token_capture.trajectory terminal"),
+    (["token_capture.enabled=false"], "token_capture.enabled: false with environment.name reverse_text"),
     (
         ["rollout.over_sampling=1.5", "rollout.sampler=in_order"],
         "rollout.over_sampling: 1.5 with rollout.sampler in_order",
@@ -67,6 +74,7 @@ def test_a_violated_rule_is_one_problem_with_its_numbers(tmp_path: Path, overrid
 
 
 WARNINGS = [
+    (["token_capture.trajectory=branches", "rollout.max_calls=1"], "branches with rollout.max_calls 1"),
     (["rollout.max_in_flight_groups=33"], "rollout.max_in_flight_groups: 33 has no effect"),
     (["rollout.top_p=0.9"], "rollout.top_p: top_p 0.9, top_k 0: the sampler's logprobs are of the cut distribution"),
     (["rollout.top_k=20"], "rollout.top_k: top_p 1, top_k 20"),
@@ -99,7 +107,9 @@ def test_a_doubtful_setting_is_one_warning(tmp_path: Path, overrides: list[str],
         ["training.loss.tis_cap=2", "training.loss.old_logprobs=policy"],
         ["rollout.top_p=0.9", "training.loss.old_logprobs=policy"],
         ["watchdog.stall_after_s=1", "watchdog.stall_action=warn"],
-        ["environment.name=tests.controller.config.test_checks:Anything"],
+        [OWN],
+        ["token_capture.enabled=false", OWN, "token_capture.on_failure=drop_group"],
+        ["token_capture.trajectory=branches", "token_capture.credit=per_branch", "token_capture.on_failure=abort"],
         ["generation.device=cuda", "generation.threads=1000"],
         ["weight_sync.dir=/tmp"],
     ],

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.inspect import (
+    BoolType,
     DictType,
     FloatType,
     IntType,
@@ -57,6 +58,8 @@ def values_of(info: Type) -> st.SearchStrategy[Any]:
             return st.one_of(map(values_of, info.types))
         case NoneType():
             return st.none()
+        case BoolType():
+            return st.booleans()
         case IntType():
             low, high = info.ge if info.ge is not None else -1000, info.le or (info.lt - 1 if info.lt else 10**6)
             return st.integers(low, high)
