@@ -32,6 +32,8 @@ from ledger.writer import Opened, SegmentWriter, open_folder
 Durability: TypeAlias = Literal["batch", "none"]
 """batch: an event is acknowledged once it is on the disk. none: at once; a crash of the machine can lose the newest ones."""
 
+TOLD_AT_ONCE = 64
+"""Waiters that are woken in one turn of the loop."""
 MAX_FULL = 256
 """With durability none, an append waits while more full frames than this are not written."""
 
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Batch(FrameBuilder):
-    """The events of the frame that is written next, or is being written."""
+    """The events of the frame that is written next, or is being written, and those who wait for it."""
 
     __slots__ = ("checkpoint", "failure", "settled")
 
@@ -47,8 +49,8 @@ class _Batch(FrameBuilder):
         super().__init__()
         self.checkpoint = False
         """Whether it holds a `CheckpointMarked`."""
-        self.settled = anyio.Event()
-        """Written, or failed."""
+        self.settled: list[anyio.Event] = []
+        """Written, or failed: one for each so many events, as they are told one after the other."""
         self.failure: JournalFailed | None = None
 
 
@@ -114,6 +116,9 @@ class Journal:
         if self._refusal is not None:
             raise _again(self._refusal)
         batch = self._gathering
+        if batch.count % TOLD_AT_ONCE == 0:
+            batch.settled.append(anyio.Event())
+        settled = batch.settled[-1]
         batch.add(event)
         if type(event) is CheckpointMarked:
             batch.checkpoint = True
@@ -127,7 +132,7 @@ class Journal:
         if not self._writer.sync and len(self._full) < MAX_FULL:
             await anyio.lowlevel.checkpoint()
             return
-        await batch.settled.wait()
+        await settled.wait()
         if batch.failure is not None:
             raise _again(batch.failure)
 
@@ -162,9 +167,7 @@ class Journal:
 
     def _settle(self, batch: _Batch, failure: JournalFailed | None) -> None:
         if failure is None:
-            batch.settled.set()
-            # After the waiters have had their turn, so that what they append next is part of the next frame.
-            self._loop.call_soon(self._hand_over)
+            self._tell_waiters(batch, 0)
             return
         self._failure = self._refusal = failure
         lost = (batch, *self._full, self._gathering)
@@ -172,8 +175,18 @@ class Journal:
         self._gathering = _Batch()
         for each in lost:
             each.failure = failure
-            each.settled.set()
+            for settled in each.settled:
+                settled.set()
         self._hand_over()
+
+    def _tell_waiters(self, batch: _Batch, index: int) -> None:
+        """Wake some of them, and the others in the turns of the loop that follow: it has more to do."""
+        if index < len(batch.settled):
+            batch.settled[index].set()
+            self._loop.call_soon(self._tell_waiters, batch, index + 1)
+        else:
+            # All had their turn, so that what they append next is part of the next frame.
+            self._hand_over()
 
     def _end(self, failure: JournalFailed | None) -> None:
         self._failure = self._failure or failure
