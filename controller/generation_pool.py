@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import anyio
 
-from ledger.errors import CallRefused
+from ledger.errors import CallFailedError, CallRefused
+from ledger.reasons import CallFailure
 from ledger.records import CallReply, CallRequest
 from workers.generation.api import GENERATE, LOAD_WEIGHTS, LoadWeights, WeightsLoaded
 from workers.rpc.client import RpcClient
@@ -51,8 +52,8 @@ class GenerationPool:
     async def generate(self, request: CallRequest) -> CallReply:
         """Run one call on the worker that has its prefix, else the least busy one.
 
-        Raises CallRefused for a request that no worker can serve, else the RPC's errors. A cancellation aborts the call in
-        its engine.
+        Raises CallRefused for a request that no worker can serve, CallFailedError for what the worker says went wrong, else
+        the RPC's errors. A cancellation aborts the call in its engine.
         """
         home = self._home.get(request.rollout_id) if request.parent is not None else None
         member = home or min(self._members, key=lambda m: m.outstanding)
@@ -62,9 +63,7 @@ class GenerationPool:
         try:
             return await member.client.call(GENERATE, request, timeout=self._call_timeout_s)
         except RemoteError as e:
-            if e.failure.failure_class == "data":
-                raise CallRefused(e.failure.kind, e.failure.message) from e
-            raise
+            raise _ledgers(request.call_id, e) from e
         finally:
             member.outstanding -= 1
             self._on_call(request.rollout_id, start, time.monotonic())
@@ -86,3 +85,16 @@ class GenerationPool:
         async with anyio.create_task_group() as tg:
             for member in self._members:
                 tg.start_soon(load, member)
+
+
+def _ledgers(call_id: str, error: RemoteError) -> CallRefused | CallFailedError:
+    """A worker's failure in the ledger's words."""
+    failure = error.failure
+    if failure.failure_class == "data":
+        return CallRefused(failure.kind, failure.message)
+    reason = CallFailure.GENERATION_FAILED
+    if failure.failure_class == "capture":
+        reason = CallFailure.CAPTURE_FAILED
+    elif failure.kind == "staging_failed":
+        reason = CallFailure.STAGING_FAILED
+    return CallFailedError(call_id, reason, f"{failure.kind}: {failure.message}")

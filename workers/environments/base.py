@@ -63,8 +63,8 @@ class RolloutContext(Protocol):
         ...
 
     def declare_terminal(self, call_id: str) -> None:
-        """Name the call whose conversation is to be trained, by its id or by its response's id. Needed only when a rollout has
-        several conversations."""
+        """Name the call whose conversation is to be trained, by its id or by its response's id. Needed only when a rollout
+        has several conversations."""
         ...
 
 

@@ -60,7 +60,7 @@ class Abort(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 GENERATE = Method("generate", CallRequest, CallReply, timeout_s=600.0)
 """Render, generate, stage, parse. Failure kinds: prompt_too_long, bad_request (data); prefix_lost, prefix_mismatch,
-render_mismatch, bad_logprobs (capture); prefix_unavailable, staging_failed, engine_dead (infra)."""
+render_mismatch, bad_logprobs, bad_routes (capture); prefix_unavailable, staging_failed, engine_dead (infra)."""
 ABORT = Method("abort", Abort, Empty, timeout_s=10.0)
 LOAD_WEIGHTS = Method("load_weights", LoadWeights, WeightsLoaded, timeout_s=300.0)
 """Failure kind: bad_weights (infra), in which case the old version is still served."""

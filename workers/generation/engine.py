@@ -21,12 +21,14 @@ class Generation:
 
     `token_ids` includes the stop token when one ended it. `logprobs[i]` is the natural log of token i's probability under
     the distribution it was sampled from (after temperature, top-k and top-p). `weight_spans` cover the tokens without gap.
+    `routed_experts` is for the prompt's tokens and then the generated ones, in the envelope of `workers.generation.routes`.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     weight_spans: tuple[WeightSpan, ...]
+    routed_experts: str | None = None
 
 
 class EngineDead(Exception):

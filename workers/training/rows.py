@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dataplane.plane import Column, DataPlane
-from dataplane.schema import TRAIN_COLUMNS
+from dataplane.schema import ROUTED_EXPERTS, ROUTES_SHAPE, TRAIN_COLUMNS
 from workers.training.errors import BadTrainRow
 
 DTYPES: Mapping[str, np.dtype[np.generic]] = {
@@ -37,15 +37,20 @@ class Batch:
     """int64 [B]: loss tokens of each row."""
     rollout_logprobs: Tensor
     """float32 [N]: the sampler's."""
+    routed_experts: Tensor | None = None
+    """int32 [B, T, layers, topk]: the experts that the sampler used, -1 where unknown and in the padding."""
 
     @property
     def tokens(self) -> int:
         return self.row.shape[0]
 
 
-async def fetch_rows(plane: DataPlane, partition: str, keys: Sequence[str]) -> list[dict[str, Column]]:
-    """Read the train columns of each key. Raises the plane's errors; a cancellation leaves nothing."""
-    return await plane.get(partition, keys, TRAIN_COLUMNS)
+async def fetch_rows(
+    plane: DataPlane, partition: str, keys: Sequence[str], *, routes: bool = False
+) -> list[dict[str, Column]]:
+    """Read the train columns of each key, with `routes` the routed experts too. Raises the plane's errors; a cancellation
+    leaves nothing."""
+    return await plane.get(partition, keys, (*TRAIN_COLUMNS, ROUTED_EXPERTS, ROUTES_SHAPE) if routes else TRAIN_COLUMNS)
 
 
 def collate(
@@ -75,7 +80,30 @@ def collate(
         position=_tensor(position, device),
         row_tokens=_tensor(mask.sum(1), device),
         rollout_logprobs=_tensor(logprobs, device),
+        routed_experts=_routed_experts(keys, rows, ids.shape[1], device),
     )
+
+
+def _routed_experts(
+    keys: Sequence[str], rows: Sequence[Mapping[str, Column]], longest: int, device: torch.device
+) -> Tensor | None:
+    """int32, because NCCL has no int16. None where the rows have none."""
+    if not any(ROUTED_EXPERTS in row for row in rows):
+        return None
+    shapes = {tuple(row[ROUTES_SHAPE].tolist()) if ROUTES_SHAPE in row else None for row in rows}
+    shape = shapes.pop()
+    if shapes or shape is None or len(shape) != 2 or min(shape) < 1:
+        raise BadTrainRow(f"rows {list(keys)}: their routed experts have shapes {[*shapes, shape]}; all must have one")
+    layers, topk = shape
+    out = np.full((len(rows), longest, layers, topk), -1, dtype=np.int32)
+    for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
+        column, tokens = row[ROUTED_EXPERTS], len(row["input_ids"])
+        if column.dtype != np.int16 or column.shape != (tokens * layers * topk,):
+            raise BadTrainRow(
+                f"row {key!r}: routed_experts is {column.dtype} {column.shape}, not int16 ({tokens * layers * topk},)"
+            )
+        out[i, :tokens] = column.reshape(tokens, layers, topk)
+    return _tensor(out, device)
 
 
 def split(rows: Sequence[Mapping[str, Column]], max_tokens: int) -> Iterator[list[int]]:
