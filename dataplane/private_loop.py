@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -24,6 +25,7 @@ class PrivateLoop:
         self._ready: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: TaskGroup
+        self._context: contextvars.Context
         self._stop: anyio.Event
         self._grace = 0.0
         self._on_exit: Callable[[], None] | None = None
@@ -39,7 +41,8 @@ class PrivateLoop:
         Raises DataPlaneDown when the loop has ended.
         """
         try:
-            self._loop.call_soon_threadsafe(function)
+            # In this loop's own context: the caller's does not say that anyio runs here, unless anyio runs there too.
+            self._loop.call_soon_threadsafe(function, context=self._context)
         except RuntimeError as error:
             raise DataPlaneDown("this plane was closed") from error
 
@@ -65,6 +68,7 @@ class PrivateLoop:
     async def _serve(self) -> None:
         self._stop = anyio.Event()
         async with anyio.create_task_group() as self._tasks:
+            self._context = contextvars.copy_context()
             self._ready.set_result(asyncio.get_running_loop())
             await self._stop.wait()
             self._tasks.cancel_scope.deadline = anyio.current_time() + self._grace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -161,3 +162,14 @@ async def test_a_forked_process_is_told_to_connect_its_own(
         with pytest.raises(DataPlaneDown, match="forked"):
             await plane.keys(partition)
     assert await plane.keys(partition) == []
+
+
+def test_a_plane_serves_a_loop_that_anyio_did_not_start(spec: PlaneSpec, partition: str) -> None:
+    async def use() -> None:
+        plane = await connect(spec)
+        await plane.put(partition, {"a": row(1)})
+        assert (await plane.get(partition, ["a"], ["ids"]))[0]["ids"].size > 0
+        assert await plane.clear(partition, ["a"]) == 1
+        await plane.aclose()
+
+    asyncio.run(asyncio.wait_for(use(), 60))
