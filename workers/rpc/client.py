@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import math
 import secrets
+from collections import deque
 from types import TracebackType
 from typing import NoReturn, Self
 
-import aiohttp
 import anyio
+import anyio.lowlevel
 import msgspec
-from yarl import URL
 
 from workers.rpc import wire
 from workers.rpc.errors import Failure, ProtocolError, RemoteError, RpcTimeout, WorkerUnreachable
+from workers.rpc.http import HttpConnection, HttpReply, NotHttp, connect
 from workers.rpc.method import Method, Reply, Request
-from workers.rpc.wire import Health, Status, TcpAddress, UnixAddress
+from workers.rpc.wire import Health, Status
 
 _BACKOFF_S = (0.05, 0.2)
 """Pauses before a request is sent again after its connection failed."""
 _KEEPALIVE_S = 30.0
+"""How long a connection may have been idle to be used again; less than the server keeps it."""
+
+
+class _NotConnected(OSError):
+    """Nothing was sent."""
 
 
 class RpcClient:
@@ -33,10 +38,13 @@ class RpcClient:
         """
         self.name = name
         self._address = wire.parse_address(address)
-        self._token = token
-        self._url = _base_url(self._address)
+        if "\n" in token or "\r" in token:
+            raise ValueError("a token holds no line breaks")
+        self._headers = f"Host: worker\r\nAuthorization: {wire.bearer(token)}\r\n"
         self._max_bytes = max_bytes
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: set[HttpConnection] = set()
+        self._idle: deque[tuple[HttpConnection, float]] = deque()
+        """With the time of the last use; the last used last."""
         self._closed = False
         self._instance: str | None = None
 
@@ -73,8 +81,12 @@ class RpcClient:
     async def aclose(self) -> None:
         """Close all connections; calls in flight end with `WorkerUnreachable`. Idempotent."""
         self._closed = True
-        if self._session is not None:
-            await self._session.close()
+        connections = tuple(self._connections)
+        for connection in connections:
+            connection.close()
+        for connection in connections:
+            await connection.closed.wait()
+        await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,71 +106,66 @@ class RpcClient:
     async def _send_until_answered(
         self, verb: str, path: str, name: str, body: bytes, deadline: float
     ) -> tuple[int, bytes]:
-        headers = {wire.REQUEST_ID: secrets.token_hex(8)}
+        request_id = secrets.token_hex(8)
+        repeated = ""
+        """The server instance that may have the first attempt, as a header."""
         for pause in (*_BACKOFF_S, None):
-            instance = headers.get(wire.INSTANCE, self._instance)
+            instance = self._instance
             left_ms = (deadline - anyio.current_time()) * 1000
-            headers[wire.DEADLINE_MS] = str(math.ceil(min(max(left_ms, 1), wire.MAX_DEADLINE_MS)))
+            head = (
+                f"{verb} {path} HTTP/1.1\r\n{self._headers}{wire.REQUEST_ID}: {request_id}\r\n{repeated}"
+                f"{wire.DEADLINE_MS}: {math.ceil(min(max(left_ms, 1), wire.MAX_DEADLINE_MS))}\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n"
+            )
             try:
-                return await self._send(verb, path, name, body, headers)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-                received = not isinstance(error, aiohttp.ClientConnectorError)
-                if pause is None or self._closed or (received and instance is None):
-                    reason = f"{type(error).__name__}: {error}"
+                return self._checked(await self._send(head.encode() + body, name), request_id, name)
+            except OSError as error:
+                sent = not isinstance(error, _NotConnected)
+                if pause is None or self._closed or (sent and not repeated and instance is None):
+                    cause = error.__cause__ or error
+                    reason = f"{type(cause).__name__}: {cause}"
                     raise WorkerUnreachable(f"{self.name}: {name}: {reason} (at {self._address})") from error
-                if received and instance is not None:
-                    headers[wire.INSTANCE] = instance
-            except aiohttp.ClientError as error:
-                raise self._protocol_error(name, f"not an HTTP reply: {error!r}") from error
+                if sent and not repeated:
+                    repeated = f"{wire.INSTANCE}: {instance}\r\n"
+            except NotHttp as error:
+                raise self._protocol_error(name, str(error)) from error
             await anyio.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _send(self, verb: str, path: str, name: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    async def _send(self, request: bytes, name: str) -> HttpReply:
+        """One exchange, on a connection that is idle or new."""
         if self._closed:
             raise WorkerUnreachable(f"{self.name}: {name}: this client is closed")
-        if self._session is None:
-            self._session = self._open()
-        # aiohttp writes bytes at once, and warns that more than 1 MiB of them would hold up the loop.
-        data = body if len(body) <= 2**20 else io.BytesIO(body)
-        response = await self._session.request(
-            verb, self._url.with_path(path), data=data, headers=headers, allow_redirects=False
-        )
-        try:
-            if (response.headers.get(wire.REQUEST_ID), response.headers.get(wire.METHOD)) != (
-                headers[wire.REQUEST_ID],
-                name,
-            ):
-                raise self._protocol_error(name, f"HTTP {response.status} that does not answer this request")
-            self._instance = response.headers.get(wire.INSTANCE)
-            return response.status, await self._read(response, name)
-        except BaseException:
-            response.close()
-            raise
+        connection = self._take_idle()
+        if connection is None:
+            try:
+                connection = await connect(
+                    self._address, max_bytes=self._max_bytes, on_closed=self._connections.discard
+                )
+            except OSError as error:
+                raise _NotConnected(error.errno, error.strerror or str(error)) from error
+            self._connections.add(connection)
+            if self._closed:
+                connection.close()
+        reply = await connection.exchange(request)
+        if connection.open:
+            self._idle.append((connection, anyio.current_time()))
+        return reply
 
-    async def _read(self, response: aiohttp.ClientResponse, name: str) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        async for part in response.content.iter_any():
-            parts.append(part)
-            size += len(part)
-            if size > self._max_bytes:
-                raise self._protocol_error(name, f"the reply has more than {self._max_bytes} bytes")
-        return b"".join(parts)
+    def _take_idle(self) -> HttpConnection | None:
+        while self._idle:
+            connection, used = self._idle.pop()
+            if connection.open and anyio.current_time() - used < _KEEPALIVE_S:
+                return connection
+            connection.close()
+        return None
 
-    def _open(self) -> aiohttp.ClientSession:
-        """A session without limits of its own: hundreds of calls wait for minutes, each with its own deadline."""
-        if isinstance(self._address, UnixAddress):
-            connector = aiohttp.UnixConnector(self._address.path, limit=0, keepalive_timeout=_KEEPALIVE_S)
-        else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-        return aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            headers={"Authorization": wire.bearer(self._token)},
-            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        )
+    def _checked(self, reply: HttpReply, request_id: str, name: str) -> tuple[int, bytes]:
+        headers = reply.headers
+        if (headers.get(wire.REQUEST_ID.lower()), headers.get(wire.METHOD.lower())) != (request_id, name):
+            raise self._protocol_error(name, f"HTTP {reply.status} that does not answer this request")
+        self._instance = headers.get(wire.INSTANCE.lower())
+        return reply.status, reply.body
 
     def _raise(self, status: int, name: str, reply: bytes) -> NoReturn:
         try:
@@ -177,9 +184,3 @@ class RpcClient:
 
     def _protocol_error(self, name: str, message: str) -> ProtocolError:
         return ProtocolError(f"{self.name}: {name}: {message}")
-
-
-def _base_url(address: UnixAddress | TcpAddress) -> URL:
-    if isinstance(address, UnixAddress):
-        return URL.build(scheme="http", host="worker")
-    return URL.build(scheme="http", host=address.host, port=address.port)

@@ -268,17 +268,43 @@ async def test_a_reply_that_stops_half_way_ends_at_the_deadline() -> None:
                 await client.call(ECHO, Text("hi"), timeout=0.2)
 
 
-async def test_a_reply_without_end_is_cut_at_the_limit() -> None:
+@pytest.mark.parametrize(
+    ("framing", "message"),
+    [
+        (b"Content-Length: 999999999999", "more than 10000 bytes"),
+        (b"Transfer-Encoding: chunked", "must have a Content-Length"),
+        (b"X-Nothing: 1", "must have a Content-Length"),
+        (b"Content-Length: 4\r\nContent-Length: 4", "comes twice"),
+    ],
+)
+async def test_a_reply_without_an_end_below_the_limit_is_refused(framing: bytes, message: str) -> None:
     async def endless(stream: SocketStream) -> None:
         request = await stream.receive()
         request_id = next(line for line in request.split(b"\r\n") if line.lower().startswith(b"x-request-id"))
-        await stream.send(
-            b"HTTP/1.1 200 OK\r\nX-Method: echo\r\n" + request_id + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
+        await stream.send(b"HTTP/1.1 200 OK\r\nX-Method: echo\r\n" + request_id + b"\r\n" + framing + b"\r\n\r\n")
         while True:
             await stream.send(b"400\r\n" + b"x" * 1024 + b"\r\n")
 
     with anyio.fail_after(30):
         async with other_end(endless) as address, RpcClient(address, TOKEN, name="w0", max_bytes=10_000) as client:
-            with pytest.raises(ProtocolError, match="more than 10000 bytes"):
+            with pytest.raises(ProtocolError, match=message):
                 await client.call(ECHO, Text("hi"))
+
+
+async def test_bytes_that_nobody_asked_for_close_the_connection_and_reach_no_call() -> None:
+    async def talkative(stream: SocketStream) -> None:
+        request = await stream.receive()
+        request_id = next(line for line in request.split(b"\r\n") if line.lower().startswith(b"x-request-id"))
+        reply = (
+            b"HTTP/1.1 200 OK\r\nX-Method: echo\r\n" + request_id + b"\r\nContent-Length: 8\r\n\r\n\x81\xa4text\xa1x"
+        )
+        await stream.send(reply)
+        await anyio.sleep(0.05)
+        await stream.send(reply)
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(30):
+        async with other_end(talkative) as address, RpcClient(address, TOKEN, name="w0") as client:
+            for _ in range(2):
+                assert await client.call(ECHO, Text("hi")) == Text("x")
+                await anyio.sleep(0.1)
