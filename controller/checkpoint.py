@@ -40,6 +40,8 @@ class ControllerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     next_group: int
     rollouts: Mapping[str, int]
     """Rollouts so far by end (trained, evicted, dropped, aborted)."""
+    groups: Mapping[str, int]
+    """Groups likewise."""
     seed: int
 
 

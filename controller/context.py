@@ -1,15 +1,15 @@
-"""What an in-loop rollout is given: `chat` goes to the gate by a plain call, with the run's sampling parameters."""
+"""What a rollout is given to reach the model: `chat` goes to the gate by a plain call, agents of its own over HTTP."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from controller.config.schema import RolloutConfig
 from ledger.gate import Gate
+from ledger.ids import call_of
 from ledger.records import Message, Sampling
 from workers.environments.base import ChatAnswer
 
@@ -19,20 +19,28 @@ class BadMessages(Exception):
 
 
 class InLoopContext:
-    """One rollout's `RolloutContext`. Seeds derive from the run's seed and the call's place."""
+    """One rollout's `RolloutContext`. `sampling` is the run's own; `base_url` and `api_key` are this rollout's."""
 
-    def __init__(self, rollout_id: str, *, gate: Gate, sampling: RolloutConfig, seed: int) -> None:
+    def __init__(self, rollout_id: str, *, gate: Gate, sampling: Sampling, base_url: str, api_key: str) -> None:
         self._rollout_id = rollout_id
         self._gate = gate
         self._sampling = sampling
-        self._seed = seed
-        self._calls = 0
+        self._base_url = base_url
+        self._api_key = api_key
         self.terminal: str | None = None
         """The call that the environment declared as the end."""
 
     @property
     def rollout_id(self) -> str:
         return self._rollout_id
+
+    @property
+    def base_url(self) -> str:
+        return self._base_url
+
+    @property
+    def api_key(self) -> str:
+        return self._api_key
 
     async def chat(
         self,
@@ -45,20 +53,11 @@ class InLoopContext:
         limit = self._sampling.max_tokens
         if max_tokens is not None and max_tokens < 1:
             raise BadMessages(f"chat(max_tokens={max_tokens!r}): at least 1 token must be allowed")
-        seed = hashlib.sha256(f"{self._seed}/{self._rollout_id}/{self._calls}".encode()).digest()
-        self._calls += 1
         reply = await self._gate.chat(
             self._rollout_id,
             _messages(messages),
             tools=tuple(dict(t) for t in tools),
-            sampling=Sampling(
-                max_tokens=limit if max_tokens is None else min(limit, max_tokens),
-                temperature=self._sampling.temperature,
-                top_p=self._sampling.top_p,
-                top_k=self._sampling.top_k,
-                stop_token_ids=self._sampling.stop_token_ids,
-                seed=int.from_bytes(seed[:8], "big") >> 1,
-            ),
+            sampling=replace(self._sampling, max_tokens=limit if max_tokens is None else min(limit, max_tokens)),
         )
         return ChatAnswer(
             call_id=reply.coords.call_id,
@@ -70,7 +69,7 @@ class InLoopContext:
 
     def declare_terminal(self, call_id: str) -> None:
         """See `RolloutContext.declare_terminal`. The last declaration counts; it is recorded when the rollout ends."""
-        self.terminal = call_id
+        self.terminal = call_of(call_id)
 
 
 def _messages(messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:

@@ -25,6 +25,7 @@ from controller.config.checks import check_config
 from controller.config.problems import ConfigError
 from controller.config.schema import Config
 from controller.first_error import first_error, lost_connection
+from controller.gateway import control_file, open_listener
 from controller.interrupts import Interrupted, open_interrupts
 from controller.machinery import Machinery, start_machinery
 from controller.observer import Observer, open_observer
@@ -104,8 +105,8 @@ class Controller:
 
         After a signal it returns too, and the summary says so. Raises the first error of the run.
         """
-        if self._run is None or self._used:
-            raise RuntimeError("call run() or steps() once, inside `async with Controller(...) as c:`")
+        self._require_ready()
+        assert self._run is not None
         self._used = True
         status: Status = "finished"
         reason = None
@@ -139,12 +140,17 @@ class Controller:
 
         Leaving the loop early stops the run when the Controller's scope is left. `summary` is set when the loop has ended.
         """
+        self._require_ready()
         send, receive = anyio.create_memory_object_stream[StepReport](0)
         self._hand_out = send
         self._tasks.start_soon(self._run_to, send)
         async with receive:
             async for report in receive:
                 yield report
+
+    def _require_ready(self) -> None:
+        if self._run is None or self._used:
+            raise RuntimeError("call run() or steps() once, inside `async with Controller(...) as c:`")
 
     async def _run_to(self, reports: ObjectSendStream[StepReport]) -> None:
         async with reports:
@@ -156,9 +162,12 @@ class Controller:
         findings = await anyio.to_thread.run_sync(check_config, config)
         if findings.problems:
             raise ConfigError(findings.problems)
+        # Before the folder: a mistake in it must not move an older run aside.
+        environment, prompts = await anyio.to_thread.run_sync(self._make_environment)
         self._run_dir, checkpoint = await stack.enter_async_context(in_thread(open_run_dir(config.run, self._resume)))
         resumed = None if checkpoint is None else await anyio.to_thread.run_sync(read_state, checkpoint)
         await anyio.to_thread.run_sync(_write_config, self._run_dir, config)
+        listener = await stack.enter_async_context(open_listener(config.gate))
         self._observer: Observer = await stack.enter_async_context(
             open_observer(
                 self._run_dir,
@@ -168,7 +177,7 @@ class Controller:
             )
         )
         doing = self._observer.doing
-        environment, prompts = await anyio.to_thread.run_sync(self._make_environment)
+        self._interrupts.on_first = self._observer.progress.note
         self._machinery: Machinery = await stack.enter_async_context(
             start_machinery(config, on_line=self._observer.worker_line, phase=doing)
         )
@@ -194,7 +203,10 @@ class Controller:
             checkpoints=checkpoints,
             resumed=resumed,
             on_step=self._after_step,
+            listener=listener,
         )
+        server = self._run.gate_server
+        await stack.enter_async_context(in_thread(control_file(self._run_dir, listener.url, server.control_token)))
         if resumed is not None:
             doing(f"bringing the engines to weight version {resumed.step}")
             await self._run.weight_sync.sync(resumed.step)
@@ -204,8 +216,16 @@ class Controller:
 
     def _make_environment(self) -> tuple[Environment, Iterator[Prompt]]:
         settings = self._config.environment
-        environment = self._environment or make_environment(settings.name, settings.args)
-        return environment, self._prompts or environment.prompts(self._config.run.seed)
+        environment = self._environment
+        if environment is None:
+            environment = make_environment(settings.name, settings.args)
+        for method in ("prompts", "rollout"):
+            if not callable(getattr(environment, method, None)):
+                raise TypeError(
+                    f"environment: {environment!r} has no method {method}(); see workers.environments.base.Environment"
+                )
+        prompts = environment.prompts(self._config.run.seed) if self._prompts is None else self._prompts
+        return environment, iter(prompts)
 
     def _snapshot(self) -> ProgressSnapshot | None:
         return None if self._run is None else self._run.snapshot()

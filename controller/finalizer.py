@@ -6,6 +6,7 @@ capture is off; staged rows of a group are cleared only after the group is ready
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -29,6 +30,8 @@ from ledger.ledger import Ledger
 from ledger.reasons import Reason, Rejection
 from ledger.receipts import Receipt
 
+logger = logging.getLogger(__name__)
+
 INLINE_TOKENS = 4096
 """Groups with fewer tokens are verified on the loop (under a millisecond); larger ones in a thread."""
 
@@ -44,6 +47,18 @@ class CustodyFailed(Exception):
         )
         self.rollout_id = rollout_id
         self.rejection = rejection
+
+
+class NothingTrainable(Exception):
+    """Group after group was dropped. The message says why, by the most frequent reason."""
+
+    def __init__(self, groups: int, rejections: Counter[str], last: Rejection) -> None:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in rejections.most_common())
+        super().__init__(
+            f"{groups} groups in a row were dropped and none could be trained. Rejected rollouts so far: {reasons}. "
+            f"The last one: {last.reason}: {last.reason.meaning} ({last.detail}). docs/custody.md explains every reason; "
+            "finalizer.max_dropped_in_a_row is the limit"
+        )
 
 
 class FinalizerGroup:
@@ -65,6 +80,8 @@ class FinalizerGroup:
         on_failure: OnFailure = "placeholder",
         echo_limits: Callable[[], echo.Limits] | None = None,
         late_after_s: float = 60.0,
+        max_dropped_in_a_row: int = 64,
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self._requests = requests
         self._buffer = buffer
@@ -72,6 +89,9 @@ class FinalizerGroup:
         self._activities = activities
         self._concurrency = concurrency
         self._on_failure: OnFailure = on_failure
+        self._max_dropped_in_a_row = max_dropped_in_a_row
+        self._dropped_in_a_row = 0
+        self._warn = warn
         self._echo_limits = echo_limits
         self._timings: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
@@ -123,12 +143,17 @@ class FinalizerGroup:
                 await self._ledger.committed(request.group_id)
                 self._buffer.commit_finalized(request.group_id, samples)
                 self.committed += 1
+                self._dropped_in_a_row = 0
             else:
                 self._buffer.drop(request.group_id)
+                self._dropped_in_a_row += 1
                 reason = Reason.NO_VALID_ROLLOUT if failed is None else failed[1].reason
                 await self._ledger.dropped(request.group_id, reason=reason)
             with self._phase("clear"):
                 await self._cleaner.clear(receipts)
+            if self._dropped_in_a_row >= self._max_dropped_in_a_row:
+                last = next(v for v in reversed(verdicts.values()) if isinstance(v, Rejection))
+                raise NothingTrainable(self._dropped_in_a_row, self.rejections, last)
 
     async def _seal(self, rollouts: Sequence[PlayedRollout]) -> list[Receipt]:
         """The receipts, in the order of the rollouts."""
@@ -181,12 +206,15 @@ class FinalizerGroup:
             for sample in samples:
                 verdict = verdicts[sample.rollout_id]
                 reason, detail = (verdict.reason, verdict.detail) if isinstance(verdict, Rejection) else (None, "")
-                self._count(verdict)
+                self._count(sample.rollout_id, verdict)
                 tg.start_soon(self._ledger.finalize, sample.rollout_id, reason, detail)
 
-    def _count(self, verdict: Verdict) -> None:
+    def _count(self, rollout_id: str, verdict: Verdict) -> None:
         match verdict:
             case Rejection():
+                if str(verdict.reason) not in self.rejections:
+                    why = f"{verdict.reason}, {verdict.reason.meaning} ({verdict.detail})"
+                    self._warn(f"rollout {rollout_id} is not trained: {why}; others of this kind are only counted")
                 self.rejections[str(verdict.reason)] += 1
                 self._counts["rejected"] += 1
                 self._counts[f"rejected_{verdict.reason}"] += 1

@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 from anyio.abc import TaskStatus
+
+from workers.launch import remove_socket_folders
 
 
 class Interrupted(Exception):
@@ -25,6 +27,8 @@ class Interrupts:
     """Use `open_interrupts`. A signal, or `stop`, cancels the innermost scope."""
 
     def __init__(self, outermost: anyio.CancelScope) -> None:
+        self.on_first: Callable[[str], None] = lambda _: None
+        """Told of the first signal, in words for a person."""
         self.signal: signal.Signals | None = None
         """The first signal that came."""
         self._scopes = [outermost]
@@ -57,6 +61,7 @@ class Interrupts:
                 if self.signal is not None:
                     _leave(signum)
                 self.signal = signum
+                self.on_first(f"{signum.name}: stopping in order; once more ends it at once")
                 self._scopes[-1].cancel()
 
 
@@ -75,4 +80,5 @@ def _leave(signum: signal.Signals) -> None:
     """End the process without clean-up. Worker processes see their lifeline break and end by themselves."""
     show_cursor = "\x1b[?25h\n" if sys.stdout.isatty() else "\n"
     os.write(2, f"{show_cursor}second {signum.name}: leaving at once\n".encode())
+    remove_socket_folders()
     os._exit(128 + signum)

@@ -54,6 +54,8 @@ class PromptSource:
             try:
                 prompt = next(self._prompts)
             except StopIteration:
+                if self.drawn == 0:
+                    raise PromptError("the prompt iterator yielded no prompt at all: is the data set empty?") from None
                 return
             except Exception as e:
                 raise PromptError(

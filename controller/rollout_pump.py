@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from numbers import Real
 
 import anyio
 from anyio.abc import ObjectSendStream
@@ -158,7 +159,7 @@ class RolloutPump:
         return PlayedRollout(
             rollout_id=rollout_id,
             reward=float(result.reward),
-            metrics=result.metrics,
+            metrics={name: float(value) for name, value in result.metrics.items()},
             failure=failure,
             tokens=result.tokens,
         )
@@ -171,7 +172,8 @@ class RolloutPump:
             "reward": result.reward,
             **{f"metrics[{k!r}]": v for k, v in result.metrics.items()},
         }.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
+            # numpy's scalars are such numbers too.
+            if not isinstance(value, Real) or not math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise RolloutError(
                     f"{place}{name} is {value!r}; it must be a finite number. Mend the environment's scoring"
                 )

@@ -6,15 +6,18 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 import anyio
 
 from controller.buffer import GroupState, ReplayBuffer
 from controller.checkpoint import Checkpoints, ControllerState
 from controller.config.figures import sampler_of
-from controller.config.schema import Config
+from controller.config.schema import Config, GateConfig, RolloutConfig
 from controller.context import InLoopContext
+from controller.echo import Limits as EchoLimits
 from controller.finalizer import FinalizerGroup
+from controller.gateway import Listener
 from controller.generation_pool import GenerationPool
 from controller.machinery import Machinery
 from controller.observer import Observer
@@ -33,8 +36,11 @@ from controller.weight_sync import WeightSync
 from ledger.errors import RolloutClosed, UnknownGroup, UnknownRollout
 from ledger.events import MemoryLog
 from ledger.gate import Gate
+from ledger.http.sampling import SamplingRules
+from ledger.http.server import GateServer, Limits
 from ledger.ledger import Ledger
-from workers.environments.base import Environment
+from ledger.records import Sampling
+from workers.environments.base import Environment, Prompt
 
 ENDS = ("trained", "evicted", "dropped", "aborted")
 
@@ -53,6 +59,7 @@ class Run:
         checkpoints: Checkpoints,
         resumed: ControllerState | None,
         on_step: Callable[[StepReport], Awaitable[None]],
+        listener: Listener,
     ) -> None:
         self._config = config
         self._machinery = machinery
@@ -61,13 +68,15 @@ class Run:
         self._checkpoints = checkpoints
         self._on_step = on_step
         self._before = {end: 0 if resumed is None else resumed.rollouts.get(end, 0) for end in ENDS}
+        self._groups_before = {end: 0 if resumed is None else resumed.groups.get(end, 0) for end in ENDS}
         self._first_group = 0 if resumed is None else resumed.next_group
         sampler = sampler_of(config.rollout)
         self.buffer = ReplayBuffer(sampler.required_capacity())
         first_step = 0 if resumed is None else resumed.step
         self.state = RunState(self.buffer, step=first_step, last_step=config.run.steps)
         self.first_step = first_step
-        self.ledger = Ledger(MemoryLog())
+        capture = config.token_capture
+        self.ledger = Ledger(MemoryLog(), trajectory=capture.trajectory if capture.enabled else "echo")
         self.activities = Activities()
         self.pool = GenerationPool(
             machinery.engines, call_timeout_s=config.rollout.call_timeout_s, on_call=observer.call
@@ -77,6 +86,17 @@ class Run:
             self.pool.generate,
             max_calls_per_rollout=config.rollout.max_calls,
             call_timeout_s=config.rollout.call_timeout_s,
+            seed=config.run.seed,
+        )
+        self._sampling = _sampling(config.rollout)
+        self._listener = listener
+        self.gate_server = GateServer(
+            self._gate,
+            self.ledger,
+            SamplingRules(self._sampling, config.gate.sampling),
+            url=listener.url,
+            model=Path(config.model.path).name,
+            limits=_limits(config.gate),
         )
         self.weight_sync = WeightSync(
             trainer=machinery.trainer,
@@ -94,6 +114,11 @@ class Run:
             plane=machinery.plane,
             activities=self.activities,
             concurrency=config.finalizer.concurrency,
+            on_failure=capture.on_failure,
+            echo_limits=None if capture.enabled else self._echo_limits,
+            late_after_s=2 * config.dataplane.timeout_s,
+            max_dropped_in_a_row=config.finalizer.max_dropped_in_a_row,
+            warn=observer.progress.warning,
         )
         self._rollouts = RolloutPump(
             config=config.rollout,
@@ -105,13 +130,15 @@ class Run:
             ledger=self.ledger,
             finalize=send,
             make_context=self._context,
-            forget=self.pool.forget,
+            forget=self._forget,
             activities=self.activities,
             first_group=self._first_group,
+            echo=not capture.enabled,
         )
         self._training = TrainPump(
             training=config.training,
             advantage=config.advantage,
+            credit=capture.credit,
             buffer=self.buffer,
             state=self.state,
             sampler=sampler,
@@ -141,15 +168,24 @@ class Run:
         )
         self._step_ended = time.monotonic()
         async with anyio.create_task_group() as tg:
+            await tg.start(self.gate_server.serve, self._listener.socket)
             tg.start_soon(self._rollouts.run)
             tg.start_soon(self.finalizers.run)
             tg.start_soon(watchdog.run)
             await self._training.run()
             tg.cancel_scope.cancel()
 
-    async def checkpoint(self) -> None:
-        """Write a checkpoint of the present step boundary. The controller's part is taken before anything is awaited."""
-        state = self._cut()
+    def pending(self) -> tuple[Prompt, ...]:
+        """Prompts that were drawn and are not trained, dropped or evicted: what a resumed run dispatches first."""
+        live = [e.group.prompt for e in self.buffer.entries if e.group is not None]
+        return (*live, *self._prompts.held)
+
+    async def checkpoint(self, pending: tuple[Prompt, ...] | None = None) -> None:
+        """Write a checkpoint of the present step boundary. The controller's part is taken before anything is awaited.
+
+        `pending` was taken earlier when the live groups have been ended since.
+        """
+        state = self._cut(self.pending() if pending is None else pending)
         await self._observer.writer.flush()
         await self._checkpoints.save(state)
         await self.ledger.checkpointed(state.step)
@@ -173,8 +209,8 @@ class Run:
         return {"dispatched": account.live + sum(ends.values()), **ends, "live": account.live}
 
     def accounts(self) -> tuple[Accounts, Accounts]:
-        """Rollouts (of the whole run) and groups (of this process)."""
-        account, totals, ended = self.ledger.account, self.totals(), self.buffer.ended
+        """Rollouts and groups of the whole run."""
+        account, totals = self.ledger.account, self.totals()
         rollouts = Accounts(
             dispatched=sum(self._before.values()) + account.dispatched,
             **{end: totals[end] for end in ENDS},
@@ -182,10 +218,13 @@ class Run:
             duplicated=account.duplicated,
         )
         groups = Accounts(
-            dispatched=self._rollouts.next_group - self._first_group,
-            **{end: ended[GroupState(end)] for end in ENDS},
+            dispatched=sum(self._groups_before.values()) + self._rollouts.next_group - self._first_group,
+            **self._group_ends(),
         )
         return rollouts, groups
+
+    def _group_ends(self) -> dict[str, int]:
+        return {end: self._groups_before[end] + self.buffer.ended[GroupState(end)] for end in ENDS}
 
     def describe(self) -> str:
         """One line for stall reports: where groups and calls are."""
@@ -213,20 +252,37 @@ class Run:
             weight_version=self.state.version,
         )
 
-    def _cut(self) -> ControllerState:
-        live = [e.group.prompt for e in self.buffer.entries if e.group is not None]
-        totals = self.totals()
+    def _cut(self, pending: tuple[Prompt, ...]) -> ControllerState:
+        totals, groups = self.totals(), self._group_ends()
         return ControllerState(
             step=self.state.step,
             drawn=self._prompts.drawn,
-            pending=(*live, *self._prompts.held),
+            pending=pending,
             next_group=self._rollouts.next_group,
             rollouts={end: totals[end] for end in ENDS},
+            groups=groups,
             seed=self._config.run.seed,
         )
 
     def _context(self, rollout_id: str) -> InLoopContext:
-        return InLoopContext(rollout_id, gate=self._gate, sampling=self._config.rollout, seed=self._config.run.seed)
+        return InLoopContext(
+            rollout_id,
+            gate=self._gate,
+            sampling=self._sampling,
+            base_url=self.gate_server.base_url(rollout_id),
+            api_key=self.gate_server.api_key(rollout_id),
+        )
+
+    def _echo_limits(self) -> EchoLimits:
+        return EchoLimits(
+            vocab_size=self._machinery.vocab_size,
+            max_tokens=self._machinery.max_model_len,
+            version=self.state.version,
+        )
+
+    def _forget(self, rollout_id: str) -> None:
+        self.pool.forget(rollout_id)
+        self.gate_server.forget(rollout_id)
 
     def _report(self, done: TrainedStep) -> None:
         now = time.monotonic()
@@ -236,6 +292,7 @@ class Run:
             counts=self.totals(),
             buffer=self.buffer,
             data_plane=self.finalizers.take_timings(),
+            custody=self.finalizers.take_counts(),
         )
         self._step_ended = now
         self._last_report = report
@@ -245,3 +302,17 @@ class Run:
         assert self._last_report is not None
         with self.activities.doing("train pump", "waiting for the caller's step callback"):
             await self._on_step(self._last_report)
+
+
+def _sampling(rollout: RolloutConfig) -> Sampling:
+    return Sampling(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+
+
+def _limits(gate: GateConfig) -> Limits:
+    return Limits(**{name: getattr(gate, name) for name in Limits.__struct_fields__})

@@ -27,18 +27,27 @@ def open_run_dir(config: RunConfig, resume: Resume) -> Generator[tuple[Path, Pat
     """The run's folder, locked while inside, and the checkpoint to continue from (None: start anew).
 
     Blocking (file I/O). When a run starts anew where an older one left files, the old folder is renamed to `<dir>.<n>`.
-    Raises RunDirError, CheckpointError, OSError.
+    Raises RunDirError, CheckpointError.
     """
     folder = Path(config.dir)
+    try:
+        checkpoint = _prepare(folder, resume)
+    except OSError as e:
+        raise RunDirError(f"run.dir: {folder} cannot be used: {e}") from e
+    with _lock(folder):
+        if checkpoint is not None:
+            _check(config, checkpoint, read_state(checkpoint))
+        yield folder, checkpoint
+
+
+def _prepare(folder: Path, resume: Resume) -> Path | None:
+    """Make the folder, after moving an older run aside if this one starts anew; the checkpoint to continue from."""
     checkpoint = _checkpoint(folder, resume)
     if checkpoint is None and any((folder / name).exists() for name in _OURS):
         with _lock(folder):
             _move_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder):
-        if checkpoint is not None:
-            _check(config, checkpoint, read_state(checkpoint))
-        yield folder, checkpoint
+    return checkpoint
 
 
 def _checkpoint(folder: Path, resume: Resume) -> Path | None:

@@ -82,6 +82,7 @@ class TrainPump:
         self._credit: Credit = credit
         self._buffer = buffer
         self._state = state
+        self._first_step = state.step
         self._sampler = sampler
         self._ledger = ledger
         self._plane = plane
@@ -98,6 +99,7 @@ class TrainPump:
         """Train until the last step, or until no group can come any more."""
         while self._state.step < self._state.last_step:
             phases: dict[str, float] = {}
+            await self._checkpoint_when_due(phases)
             with self._phase("wait_rollouts", "waiting for a step's groups", phases):
                 await self._evict()
                 groups = await self._next_groups()
@@ -126,27 +128,27 @@ class TrainPump:
         await self._prepare(done, keys)
         with self._phase("train", f"training step {done.step}", phases):
             await self._train(done)
-        with anyio.CancelScope(shield=True):
-            with self._phase("clear", f"clearing the rows of step {done.step}", phases):
-                for entry in groups:
-                    await self._ledger.trained(entry.group_id, step=done.step)
-                await self._plane.clear(TRAIN, keys)
         try:
-            await self._distribute(done)
+            with anyio.CancelScope(shield=True):
+                with self._phase("clear", f"clearing the rows of step {done.step}", phases):
+                    for entry in groups:
+                        await self._ledger.trained(entry.group_id, step=done.step)
+                    await self._plane.clear(TRAIN, keys)
+            if self._state.step < self._state.last_step:
+                with self._phase("weight_sync", f"synchronising weights after step {done.step}", phases):
+                    await self._weight_sync.sync(self._state.step)
         finally:
             # A step that was trained is reported, also when the run ends here.
             self._report(done)
         await self._after_step()
 
-    async def _distribute(self, done: TrainedStep) -> None:
-        """Bring the new weights to the engines, and to disk when it is time. The last step's are saved by the run's end."""
-        if self._state.step == self._state.last_step:
+    async def _checkpoint_when_due(self, phases: dict[str, float]) -> None:
+        """Between two steps, when the last one has been reported. The run's end saves the state after the last step."""
+        step = self._state.step
+        if self._checkpoint_every is None or step == self._first_step or step % self._checkpoint_every:
             return
-        with self._phase("weight_sync", f"synchronising weights after step {done.step}", done.phases):
-            await self._weight_sync.sync(self._state.step)
-        if self._checkpoint_every is not None and self._state.step % self._checkpoint_every == 0:
-            with self._phase("checkpoint", f"writing the checkpoint of step {self._state.step}", done.phases):
-                await self._checkpoint()
+        with self._phase("checkpoint", f"writing the checkpoint of step {step}", phases):
+            await self._checkpoint()
 
     def _with_advantages(self, groups: Sequence[GroupEntry]) -> Samples:
         out: list[tuple[GroupEntry, TrainSample, float]] = []

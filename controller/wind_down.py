@@ -51,24 +51,23 @@ class WindDown:
     async def finish(self, status: Status, reason: str | None, *, began: float) -> RunSummary:
         """`began`: `time.monotonic()` when the run's process took it up."""
         trained = self._run.state.step > self._run.first_step
+        pending = self._run.pending()
+        with self._part("ending live groups"):
+            await self._run.end_live_groups(reason or "the run ended")
         if status in ("finished", "interrupted") and trained:
             with self._part("writing the last checkpoint"):
                 try:
-                    await self._run.checkpoint()
+                    await self._run.checkpoint(pending)
                 except Exception as e:
                     self.failure = e
                     status, reason = "failed", f"the last checkpoint could not be written: {e}"
                     raise
-        with self._part("ending live groups"):
-            await self._run.end_live_groups(reason or "the run ended")
         with self._part("stopping the workers"):
             await self._machinery.fleet.stop()
         rows_left = await self._sweep(status)
         rollouts, groups = self._run.accounts()
         with self._part("writing the metrics"):
             await self._observer.writer.flush()
-        with self._part("drawing the report"):
-            await make_report(self._run_dir)
         reports = await anyio.to_thread.run_sync(read_reports, self._run_dir)
         first, last = reward_edges(reports)
         summary = RunSummary(
@@ -91,6 +90,9 @@ class WindDown:
         )
         with self._part("writing the summary"):
             await write_summary(self._run_dir, summary)
+        if reports:
+            with self._part("drawing the report"):
+                await make_report(self._run_dir)
         self._observer.progress.farewell(format_summary(summary, self._run_dir))
         return summary
 

@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from io import FileIO
+from pathlib import Path
 from typing import NoReturn
 
 import anyio
@@ -203,11 +204,22 @@ async def _socket_folder() -> AsyncGenerator[str]:
 
 def _make_socket_folder() -> str:
     """A folder of mode 0700 whose path is short enough for a unix socket's."""
-    path = tempfile.mkdtemp(prefix="monoloop-")
+    path = tempfile.mkdtemp(prefix=_folder_prefix())
     if len(os.fsencode(path)) <= _MAX_FOLDER_BYTES:
         return path
     os.rmdir(path)  # noqa: PTH106
-    return tempfile.mkdtemp(prefix="monoloop-", dir="/tmp")
+    return tempfile.mkdtemp(prefix=_folder_prefix(), dir="/tmp")
+
+
+def _folder_prefix() -> str:
+    return f"monoloop-{os.getpid()}-"
+
+
+def remove_socket_folders() -> None:
+    """Remove what this process's launches made, for a process that ends without leaving their scopes."""
+    for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:  # noqa: S108
+        for folder in parent.glob(f"{_folder_prefix()}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _describe(status: int) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=65536)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -43,9 +44,9 @@ class EnvironmentConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    groups_per_step: PositiveInt = 16
+    groups_per_step: Count = 16
     """Prompt groups per optimizer step."""
-    group_size: PositiveInt = 8
+    group_size: Count = 8
     """Rollouts per prompt."""
     max_staleness: NonNegativeInt = 1
     """How many optimizer steps the weights that began a rollout may lag behind those it trains. 0 is on-policy."""
@@ -184,6 +185,8 @@ class TokenCaptureConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class FinalizerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     concurrency: PositiveInt = 4
     """Groups being verified at the same time."""
+    max_dropped_in_a_row: PositiveInt = 64
+    """Groups dropped one after another, none trained between them, that end the run: it would only use up prompts."""
 
 
 class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import importlib.util
 import os
@@ -23,6 +24,17 @@ _USE = os.R_OK | os.W_OK | os.X_OK
 _PACKAGES = {"reasoning_gym": "reasoning_gym"}
 """The package that a built-in environment needs, of those that need one."""
 _CLASS_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_PLAIN = (
+    ast.ClassDef,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Expr,
+    ast.Assign,
+    ast.AnnAssign,
+)
+"""Statements that define no class in a hidden way."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -34,9 +46,10 @@ def model_folder(path: Path, faults: Sequence[Fault]) -> Iterator[Problem]:
             yield Problem(path="model.path", what=f"{path} {fault.what}", allowed=allowed, remedy=fault.remedy)
     elif kind == "missing":
         remedy = f"paths are relative to where you start it: looked for {path.absolute()}"
-        script = next((p / "make_model.py" for p in path.parents if (p / "make_model.py").is_file()), None)
-        if script is not None:
-            remedy = f"python {script} makes it"
+        if path.name == "quickstart":
+            remedy = (
+                f"python examples/prepare_quickstart.py {path} makes it, in the project's folder (as `make model` does)"
+            )
         elif _HUB_NAME.fullmatch(str(path)):
             remedy = f"models are not downloaded for you: hf download {path} --local-dir {path}"
         yield Problem(path="model.path", what=f"{path} does not exist", allowed=allowed, remedy=remedy)
@@ -78,6 +91,16 @@ def environment(config: EnvironmentConfig) -> Iterator[Problem]:
                 what=f"{shown(config.name)}: there is no module {missing}, neither installed nor in {Path.cwd()}",
                 allowed=allowed,
                 remedy="start it from the folder that holds the module, or put that folder on PYTHONPATH",
+            )
+            return
+        module, _, name = config.name.partition(":")
+        classes = _classes(module)
+        if classes is not None and name not in classes:
+            yield Problem(
+                path="environment.name",
+                what=f"{shown(config.name)}: {module} defines no class {name}",
+                allowed=f"one of its classes: {', '.join(sorted(classes)) or '(none)'}",
+                nearest=next(iter(get_close_matches(name, sorted(classes), n=1)), None),
             )
 
 
@@ -148,13 +171,19 @@ def kind_of(path: Path) -> str:
 
 def _missing_module(name: str) -> str | None:
     """The first part of a dotted name that there is no module for; None when all are found. Imports nothing."""
+    found = _find_module(name)
+    return found if isinstance(found, str) else None
+
+
+def _find_module(name: str) -> importlib.machinery.ModuleSpec | str | None:
+    """The module's spec; the first part of the name that is missing; None for a module that was made by hand."""
     parts = name.split(".")
     try:
         # As the run will: in the current folder too, which `python -m` searches and an installed script does not.
         spec = importlib.util.find_spec(parts[0]) or importlib.machinery.PathFinder.find_spec(
             parts[0], [str(Path.cwd())]
         )
-    except ValueError:  # loaded, and made by hand
+    except ValueError:
         return None
     for depth, _ in enumerate(parts, 1):
         if spec is None:
@@ -162,7 +191,30 @@ def _missing_module(name: str) -> str | None:
         if depth < len(parts):
             inner = ".".join(parts[: depth + 1])
             spec = importlib.machinery.PathFinder.find_spec(inner, spec.submodule_search_locations or [])
-    return None
+    return spec
+
+
+def _classes(module: str) -> set[str] | None:
+    """What could be a class at the module's top level; None when that cannot be told without running it."""
+    spec = _find_module(module)
+    if not isinstance(spec, importlib.machinery.ModuleSpec) or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    if any(not isinstance(node, _PLAIN) for node in tree.body):
+        return None
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        match node:
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case _:
+                pass
+    return None if "*" in names else names
 
 
 def _gib(size: int) -> str:

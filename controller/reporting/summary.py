@@ -56,7 +56,7 @@ class RunSummary(Accounts, frozen=True, kw_only=True):
     seconds: float
     """Wall time of this process."""
     groups: Accounts
-    """Prompt groups of this process."""
+    """Prompt groups likewise."""
     drop_reasons: dict[str, int]
     """Rollouts of this process that could not be trained, by reason code."""
     unproven: int = 0

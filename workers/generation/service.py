@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -11,10 +12,12 @@ import anyio
 import anyio.to_thread
 
 from dataplane.spec import connect
+from ledger.records import Message
+from workers.devices import require_device
 from workers.generation import api
 from workers.generation.capture import Capture
 from workers.generation.engine import Engine, EngineDead, EngineStats
-from workers.generation.rendering import ChatRenderer
+from workers.generation.rendering import BadMessages, ChatRenderer
 from workers.generation.torch_engine import TorchEngine
 from workers.host import StartupError, run_worker
 from workers.rpc.errors import HandlerError
@@ -68,10 +71,13 @@ class GenerationService:
 @asynccontextmanager
 async def serve(spec: api.GenerationSpec, server: RpcServer) -> AsyncGenerator[None]:
     """Load the model, join the data plane, register the handlers. Raises StartupError; ends when the engine dies."""
+    logging.getLogger("renderers").setLevel(logging.WARNING)
     model_path = Path(spec.model_path)
+    await anyio.to_thread.run_sync(require_device, spec.engine.device, "generation.device")
     renderer = await anyio.to_thread.run_sync(ChatRenderer.load, model_path)
     engine = await _start_engine(spec, model_path, renderer)
     try:
+        await _check_template(model_path, renderer, engine)
         plane = await connect(spec.plane)
         try:
             GenerationService(engine, Capture(engine, renderer, plane), spec.engine.kind).register(server)
@@ -96,6 +102,24 @@ async def _start_engine(spec: api.GenerationSpec, model_path: Path, renderer: Ch
         seed=spec.seed,
         decode=renderer.plain.decode,
     )
+
+
+async def _check_template(model_path: Path, renderer: ChatRenderer, engine: Engine) -> None:
+    """A template or vocabulary that cannot serve any conversation is the model's fault, not the first environment's."""
+    try:
+        ids = await renderer.render_root([Message(role="user", content="Hello, World 0")])
+    except BadMessages as error:
+        raise StartupError(
+            "bad_model",
+            f"model.path: {model_path}: the chat template fails on a user message: {error}",
+            "mend the template",
+        ) from error
+    if max(ids) >= engine.vocab_size:
+        raise StartupError(
+            "bad_model",
+            f"model.path: {model_path}: the tokenizer gives token {max(ids)}, the model knows 0 to {engine.vocab_size - 1}",
+            "model and tokenizer do not belong together",
+        )
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import torch
 from dataplane.errors import DataPlaneTimeout, RowGone
 from dataplane.plane import DataPlane
 from dataplane.spec import connect
+from workers.devices import require_device
 from workers.host import StartupError
 from workers.rpc.errors import FailureClass, HandlerError
 from workers.rpc.method import Empty
@@ -140,6 +141,7 @@ def build_trainer(spec: api.TrainingSpec) -> Trainer:
     torch.manual_seed(spec.seed)  # pyright: ignore[reportUnknownMemberType]
     if spec.dtype not in DTYPES:
         raise StartupError("bad_spec", f"dtype {spec.dtype!r} is unknown", f"use one of {', '.join(DTYPES)}")
+    require_device(spec.device, "training.device")
     if not (Path(spec.model_path) / "config.json").is_file():
         raise StartupError(
             "model_missing",

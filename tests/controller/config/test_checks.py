@@ -24,7 +24,7 @@ def test_a_sound_config_has_no_findings(tmp_path: Path) -> None:
     assert check_config(valid_config(tmp_path))[:2] == ((), ())
 
 
-OWN = "environment.name=tests.controller.config.test_checks:Anything"
+OWN = "environment.name=workers.environments.reverse_text:ReverseText"
 ERRORS = [
     (
         ["token_capture.enabled=false", "token_capture.trajectory=branches", OWN],
@@ -148,10 +148,23 @@ def test_a_context_that_nobody_states_must_be_configured(tmp_path: Path) -> None
     assert findings(tmp_path, f"model.path={model}", "generation.max_model_len=512").problems == ()
 
 
-def test_the_script_that_makes_a_missing_model_is_named(tmp_path: Path) -> None:
-    (tmp_path / "make_model.py").touch()
-    (problem,) = findings(tmp_path, f"model.path={tmp_path / 'models' / 'tiny'}").problems
-    assert problem.remedy == f"python {tmp_path / 'make_model.py'} makes it"
+def test_the_script_that_makes_the_quickstarts_missing_model_is_named(tmp_path: Path) -> None:
+    (problem,) = findings(tmp_path, f"model.path={tmp_path / 'models' / 'quickstart'}").problems
+    assert problem.remedy is not None
+    assert "prepare_quickstart.py" in problem.remedy
+
+
+def test_a_class_that_the_module_does_not_define_is_named_without_running_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_envs.py").write_text("import missing_package\nclass Sums: pass\nAlias = Sums\n")
+    monkeypatch.chdir(tmp_path)
+    (problem,) = findings(tmp_path, "environment.name=own_envs:Sum").problems
+    assert "own_envs defines no class Sum" in problem.what
+    assert problem.nearest == "Sums"
+    assert findings(tmp_path, "environment.name=own_envs:Alias").problems == ()
+    (tmp_path / "own_envs.py").write_text("if True:\n    class Hidden: pass\n")
+    assert findings(tmp_path, "environment.name=own_envs:Hidden").problems == ()
 
 
 def test_an_environment_of_your_own_is_found_in_the_current_folder_and_not_imported(

@@ -115,7 +115,7 @@ async def test_the_file_is_the_summary_also_when_the_run_is_cancelled(tmp_path):
         await write_summary(tmp_path, summary())
     data = (tmp_path / "summary.json").read_bytes()
     assert msgspec.json.decode(data, type=RunSummary) == summary()
-    assert data.startswith(b"{\n  \"dispatched\": 640")
+    assert data.startswith(b'{\n  "dispatched": 640')
 
 
 async def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
