@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ledger.records import FunctionCall, Message, ToolCall
 from tests.models import END, SPECIAL, TEMPLATE, tiny_tokenizer
 from workers.generation.literals import BREAK, LiteralTokenizer
-from workers.generation.rendering import ChatRenderer, RenderMismatch
+from workers.generation.rendering import ChatRenderer
+from workers.generation.turn_end import RenderMismatch
 
 pytestmark = pytest.mark.anyio
 

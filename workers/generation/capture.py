@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import anyio
@@ -21,12 +21,14 @@ from dataplane.errors import DataPlaneError, RowGone
 from dataplane.plane import DataPlane
 from dataplane.schema import STAGING
 from dataplane.sink import TokenDelta, TokenSink
-from ledger.digests import call_digest, call_extras, chain_hash, cumulative_hash, extras_digest
+from ledger.digests import call_digest, call_extras, chain_hash, cumulative_hash, extras_digest, routes_digest
 from ledger.ids import staging_key
-from ledger.records import CallCoords, CallReply, CallRequest, Message, ParentCoords, WeightSpan
+from ledger.records import CallCoords, CallReply, CallRequest, Message, ParentCoords, Routes, WeightSpan
 from workers.generation.engine import Engine, EngineDead, Generation
-from workers.generation.rendering import BadMessages, ChatRenderer, RenderMismatch
+from workers.generation.rendering import BadMessages, ChatRenderer
+from workers.generation.routes import BadRoutes, decode_routes
 from workers.generation.stop_text import cut
+from workers.generation.turn_end import RenderMismatch
 from workers.rpc.errors import HandlerError
 
 T = TypeVar("T")
@@ -70,8 +72,9 @@ class Capture:
         prefix = await self._parent_tokens(request.parent) if request.parent else _NOTHING
         prompt = await self._render(request, prefix)
         generation = await self._generate(request, prompt)
+        work = len(prompt) + len(generation.routed_experts or "") // 32
         delta, coords, whole = await _off_loop_when_large(
-            len(prompt), lambda: _prove(request, prefix, prompt[prefix.ids.size :], generation)
+            work, lambda: _prove(request, prefix, prompt[prefix.ids.size :], generation)
         )
         try:
             await self._sink.stage(coords.staging_key, delta)
@@ -203,7 +206,8 @@ def _prove(
     generated = len(generation.token_ids)
     whole = Prefix(ids, ids.size - generated, chain_hash(prefix.chain_hash, delta.token_ids), cumulative_hash(ids))
     assert whole.chain_hash is not None
-    extras = extras_digest(call_extras(generation.weight_spans, generation.finish_reason))
+    routed, routes = _routes(generation, ids.size, prefix.ids.size)
+    extras = extras_digest(call_extras(generation.weight_spans, generation.finish_reason, routes))
     parent_call_id = None if request.parent is None else request.parent.call_id
     digest = call_digest(
         rollout_id=request.rollout_id,
@@ -230,8 +234,21 @@ def _prove(
         extras_digest=extras,
         chain_hash=whole.chain_hash,
         cumulative_hash=whole.cumulative_hash,
+        routes=routes,
     )
-    return delta, coords, whole
+    return replace(delta, routed_experts=routed), coords, whole
+
+
+def _routes(generation: Generation, tokens: int, prev_len: int) -> tuple[npt.NDArray[np.int16] | None, Routes | None]:
+    """The delta's routed experts as a column, and what they hash to. What is malformed is refused, never dropped."""
+    if generation.routed_experts is None:
+        return None, None
+    try:
+        routed = decode_routes(generation.routed_experts, tokens)
+    except BadRoutes as error:
+        raise HandlerError("bad_routes", str(error), failure_class="capture") from error
+    column = routed.experts[prev_len:].ravel()
+    return column, Routes(layers=routed.layers, topk=routed.topk, digest=routes_digest(column))
 
 
 async def _off_loop_when_large(tokens: int, work: Callable[[], T]) -> T:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from ledger.records import FunctionCall, Message, ToolCall
 from workers.generation.literals import LiteralTokenizer
 from workers.generation.plain_text import PlainText
+from workers.generation.turn_end import after_turn
 from workers.host import StartupError
 
 T = TypeVar("T")
@@ -34,10 +35,6 @@ Ids = npt.NDArray[np.int64]
 
 class BadMessages(ValueError):
     """The chat template refuses these messages or tools."""
-
-
-class RenderMismatch(Exception):
-    """The template gives no way to continue the conversation without changing its earlier tokens."""
 
 
 class ChatRenderer:
@@ -122,38 +119,18 @@ class ChatRenderer:
             bridge = self._renderer.bridge_to_next_turn(
                 prompt, completion, messages[covered:], tools=self._specs(tools)
             )
-        if bridge is not None:
-            if bridge.token_ids[: len(so_far)] != so_far:
-                raise RenderMismatch(f"{type(self._renderer).__name__} changed tokens while bridging to the next turn")
+        if bridge is not None and bridge.token_ids[: len(so_far)] == so_far:
             return bridge.token_ids[len(so_far) :]
-        finished = bool(completion) and completion[-1] in self.stop_token_ids
-        return self._continuation_by_template(finished, messages, covered, tools)
-
-    def _continuation_by_template(
-        self, finished: bool, messages: list[dict[str, Any]], covered: int, tools: Tools
-    ) -> list[int]:
-        """What the template renders from the end of the assistant turn on.
-
-        What the assistant said is in the exact tokens already. Here stand-ins take its place, so that templates which render
-        it differently once it is history (dropping its reasoning, say) do not matter.
-        """
-        stand_ins = [_stand_in(m) if m["role"] == "assistant" else m for m in messages]
-        before = self._render(stand_ins[: covered - 1], tools) if covered > 1 else []
-        turn = self._render(stand_ins[:covered], tools)
-        whole = self._render(stand_ins, tools, to_answer=True)
-        if turn[: len(before)] != before or whole[: len(before)] != before:
-            raise RenderMismatch("the chat template renders earlier messages differently once later ones follow")
-        end, whole_end = self._turn_end(turn, len(before)), self._turn_end(whole, len(before))
-        if end is None or whole_end is None:
-            raise RenderMismatch("the chat template ends the assistant turn without a stop token")
-        # As history a turn may lose something, and never gains: a later end would be that of another message.
-        if whole_end > end or whole[whole_end] != turn[end]:
-            raise RenderMismatch("the chat template ends the assistant turn differently once later messages follow")
+        # No bridge, or one that leaves out what followed a stop token in mid-turn.
+        tail = after_turn(
+            lambda messages, to_answer: self._render(messages, tools, to_answer=to_answer),
+            messages,
+            covered,
+            self.stop_token_ids,
+        )
         # A completion that was cut lacks the token that ends its turn; a finished one has it.
-        return whole[whole_end + finished :]
-
-    def _turn_end(self, tokens: list[int], start: int) -> int | None:
-        return next((i for i in range(start, len(tokens)) if tokens[i] in self.stop_token_ids), None)
+        finished = bool(completion) and completion[-1] in self.stop_token_ids
+        return tail[finished:]
 
     def _parse(self, prompt: list[int], completion: list[int], tools: Tools, tool_calls: bool) -> Message:
         parsed = self._renderer.parse_response(completion, tools=list(tools) or None, prompt_ids=prompt)
@@ -181,15 +158,6 @@ def _template_errors() -> Generator[None]:
         yield
     except Exception as error:  # Templates are programs of the model's author: they raise anything.
         raise BadMessages(f"the model's chat template refuses these messages: {error}") from error
-
-
-def _stand_in(message: dict[str, Any]) -> dict[str, Any]:
-    """An assistant turn of the same shape, in which a template finds nothing to drop."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return {"role": "assistant", "content": "ok"}
-    bare = [{**call, "function": {**call["function"], "arguments": "{}"}} for call in calls]
-    return {"role": "assistant", "content": "", "tool_calls": bare}
 
 
 def _without_none(message: dict[str, Any]) -> dict[str, Any]:

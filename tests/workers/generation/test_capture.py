@@ -225,8 +225,8 @@ async def test_a_parent_whose_tokens_are_gone_or_others_is_refused(rig: Rig) -> 
 
 
 async def test_a_conversation_that_cannot_be_continued_exactly_is_a_capture_failure(tmp_path: Path) -> None:
-    unstable = tiny_tokenizer("{{ messages | length }}" + TEMPLATE)
-    async with rigged(tiny_model(tmp_path, tokenizer=unstable)) as rig:
+    endless = tiny_tokenizer(TEMPLATE.replace("'<|end|>'", "''"))
+    async with rigged(tiny_model(tmp_path, tokenizer=endless)) as rig:
         reply = await rig.capture.answer(rig.request(user("hi")))
         request = rig.request(user("hi"), reply.message, user("more"), call=1, parent=parent_of([reply], 2))
         assert await failure(rig.capture, request) == ("render_mismatch", "capture", False)

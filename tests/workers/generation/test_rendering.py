@@ -11,7 +11,8 @@ import pytest
 
 from ledger.records import FunctionCall, Message, ToolCall
 from tests.models import END, TEMPLATE, tiny_model, tiny_tokenizer
-from workers.generation.rendering import BadMessages, ChatRenderer, RenderMismatch
+from workers.generation.rendering import BadMessages, ChatRenderer
+from workers.generation.turn_end import RenderMismatch
 from workers.host import StartupError
 
 pytestmark = pytest.mark.anyio
@@ -101,9 +102,13 @@ async def test_text_between_turns_is_part_of_the_next_prompt(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        # The first message changes with the number of messages.
-        ("{{ messages | length }}" + TEMPLATE, "renders earlier messages differently"),
         (TEMPLATE.replace("'<|end|>'", "''"), "without a stop token"),
+        (TEMPLATE.replace("m['content']", "''"), "does not show the assistant turn"),
+        # The end of the next message would be taken for that of the turn.
+        (
+            TEMPLATE.replace("+ '<|end|>'", "+ ('<|end|>' if loop.last or m['role'] == 'user' else '')"),
+            "ends the assistant turn differently",
+        ),
     ],
 )
 async def test_a_template_that_cannot_continue_is_a_mismatch(tmp_path: Path, template: str, why: str) -> None:
@@ -112,6 +117,14 @@ async def test_a_template_that_cannot_continue_is_a_mismatch(tmp_path: Path, tem
     prompt = await renderer.render_root(messages[:1])
     with pytest.raises(RenderMismatch, match=why):
         await extended(renderer, prompt, ids("yo<|end|>"), messages, 2)
+
+
+async def test_what_a_template_changes_in_earlier_messages_does_not_matter(tmp_path: Path) -> None:
+    """It has been said already, in exact tokens; here the beginning changes with the number of messages."""
+    renderer = ChatRenderer.load(saved(tmp_path, "{{ messages | length }}" + TEMPLATE))
+    messages = chat("user: hi", "assistant: yo", "user: bye")
+    prompt = await renderer.render_root(messages[:1])
+    assert await extended(renderer, prompt, ids("yo<|end|>"), messages, 2) == ids("<|user|>bye<|end|><|assistant|>")
 
 
 async def test_messages_that_the_template_refuses_are_bad(tmp_path: Path, renderer: ChatRenderer) -> None:
