@@ -2,11 +2,12 @@
 # make test  runs the tests                       make clean   removes what these made
 #
 # Everything goes into .venv, runs/ and models/. Variables: PYTHON (3.11 or newer), TORCH (what pip installs first; pip's own
-# options may follow), ARGS (appended to the controller's or pytest's command line).
+# options may follow), ARGS (appended to the controller's or pytest's command line), JOBS (tests run at the same time).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+JOBS ?= 2
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -36,7 +37,7 @@ run: $(INSTALLED) $(MODEL)
 	$(BIN)/python -m controller --config examples/quickstart.yaml --resume never $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
