@@ -38,7 +38,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 class EnvironmentConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1, description="a built-in name or module:Class")]
-    """A built-in name (`reverse_text`, `reasoning_gym`) or `module:Class` of your own."""
+    """A built-in name (`reverse_text`, `reasoning_gym`, `agent_process`) or `module:Class` of your own."""
     args: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the environment's constructor."""
 

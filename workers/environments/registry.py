@@ -15,6 +15,7 @@ import msgspec
 from workers.environments.base import Environment
 
 BUILTIN: Mapping[str, str] = {
+    "agent_process": "workers.environments.agent_process:AgentProcess",
     "reasoning_gym": "workers.environments.reasoning_gym:ReasoningGym",
     "reverse_text": "workers.environments.reverse_text:ReverseText",
 }

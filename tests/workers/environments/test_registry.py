@@ -75,7 +75,10 @@ def test_a_built_in_environment_is_made_by_name() -> None:
 
 def test_every_built_in_name_leads_to_an_environment() -> None:
     for name in BUILTIN:
-        args = {"task": "chain_sum"} if name == "reasoning_gym" else {}
+        args = {
+            "agent_process": {"command": ["python"], "prompts": "registry_sample:function"},
+            "reasoning_gym": {"task": "chain_sum"},
+        }.get(name, {})
         assert callable(make_environment(name, args).prompts)
 
 
@@ -87,7 +90,7 @@ def test_a_class_of_the_current_directory_is_made_with_converted_arguments() -> 
 def test_an_unknown_name_lists_what_there_is() -> None:
     (problem,) = problems("revers_text")
     assert "environment.name: there is no environment 'revers_text' (did you mean reverse_text?)" in problem
-    assert "built in are reasoning_gym, reverse_text, and your own is module:Class" in problem
+    assert "built in are agent_process, reasoning_gym, reverse_text, and your own is module:Class" in problem
 
 
 @pytest.mark.parametrize("name", ["", ":", "module:", ":Class", "os.path"])
