@@ -6,7 +6,7 @@ these logprobs is the environment's word: nothing proves it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,12 @@ def echoed_row(tokens: Tokens | None, limits: Limits) -> EchoedRow | Rejection:
         loss_tokens=int(trained.sum()),
         oldest_version=int(versions[trained].min()),
     )
+
+
+def size(tokens: Tokens | None) -> int:
+    """How many tokens there seem to be."""
+    ids: Any = None if tokens is None else tokens.input_ids
+    return len(ids) if isinstance(ids, Sized) else 0
 
 
 def _whole(values: Sequence[int]) -> npt.NDArray[np.int64] | None:

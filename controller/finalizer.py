@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, TypeAlias
 
 import anyio
@@ -171,11 +172,11 @@ class FinalizerGroup:
         """By rollout id, in the order of the rollouts."""
         if self._echo_limits is None:
             return await self._verify(receipts)
-        limits = self._echo_limits()
-        return {
-            rollout.rollout_id: receipt.rejections[0] if receipt.rejections else echo.echoed_row(rollout.tokens, limits)
-            for rollout, receipt in zip(rollouts, receipts, strict=True)
-        }
+        with self._phase("verify"):
+            check = partial(_check_all, rollouts, receipts, self._echo_limits())
+            if sum(echo.size(rollout.tokens) for rollout in rollouts) <= INLINE_TOKENS:
+                return check()
+            return await anyio.to_thread.run_sync(check)
 
     async def _verify(self, receipts: Sequence[Receipt]) -> dict[str, Verdict]:
         links = [link for r in receipts if not r.rejections for chain in r.conversations for link in chain]
@@ -239,6 +240,15 @@ def _failed(verdicts: Mapping[str, Verdict]) -> tuple[str, Rejection] | None:
         if isinstance(verdict, Rejection) and not verdict.reason.of_the_rollout:
             return rollout_id, verdict
     return None
+
+
+def _check_all(
+    rollouts: Sequence[PlayedRollout], receipts: Sequence[Receipt], limits: echo.Limits
+) -> dict[str, Verdict]:
+    return {
+        rollout.rollout_id: receipt.rejections[0] if receipt.rejections else echo.echoed_row(rollout.tokens, limits)
+        for rollout, receipt in zip(rollouts, receipts, strict=True)
+    }
 
 
 def _verify_all(receipts: Sequence[Receipt], rows: Rows) -> dict[str, Verdict]:

@@ -25,7 +25,7 @@ from controller.waiting import Activities
 from ledger.errors import RolloutClosed
 from ledger.ledger import Ledger
 from ledger.reasons import Reason
-from workers.environments.base import Environment, RolloutResult
+from workers.environments.base import Environment, RolloutResult, Tokens
 
 
 class RolloutError(Exception):
@@ -177,6 +177,10 @@ class RolloutPump:
                 raise RolloutError(
                     f"{place}{name} is {value!r}; it must be a finite number. Mend the environment's scoring"
                 )
+        for name, kind in (("scored", str), ("tokens", Tokens)):
+            value: object = getattr(result, name)
+            if value is not None and not isinstance(value, kind):
+                raise RolloutError(f"{place}{name} is {value!r:.200}; it must be None or a {kind.__name__}")
         if result.tokens is not None and not self._echo:
             raise RolloutError(
                 f"{place}rollout() returned tokens, but token_capture.enabled is true: those that the engine sampled are "

@@ -31,6 +31,7 @@ from ledger.gate import Gate
 from ledger.ledger import Ledger
 from ledger.reasons import Reason
 from ledger.records import CallReply, CallRequest, Message, Sampling, WeightSpan
+from tests.custody.tokenizers import MERGES
 from workers.environments.base import Prompt, Tokens
 from workers.generation.capture import Capture
 from workers.generation.engine import EngineStats, Generation
@@ -52,7 +53,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Any, stop: Sequence[int]) -> None:
         vocab: dict[str, int] = tokenizer.get_vocab()
         self.vocab_size = 1 + max(vocab.values())
-        self._parts = [vocab[symbol] for symbol in "ab.\n<|>endokUA: " if symbol in vocab]
+        self._apart = [(vocab[a], vocab[b]) for a, b in MERGES]
         self.weight_version = 0
         self.prompts: dict[str, list[int]] = {}
         self.emitted: dict[str, Generation] = {}
@@ -64,13 +65,15 @@ class ScriptedEngine:
         rng = random.Random(sampling.seed)
         n = rng.choice([1, 1, 2, 5, sampling.max_tokens])
         odd = [t for t in range(self.vocab_size) if t not in self._stop]
-        # Half of them parts of merges, which no encoder would leave apart.
-        tokens = [rng.choice(self._parts if rng.random() < 0.5 else odd) for _ in range(n)]
+        tokens: list[int] = []
+        while len(tokens) < n:  # Some are tokens that no encoder would leave apart.
+            tokens += rng.choice(self._apart) if rng.random() < 0.5 else (rng.choice(odd),)
         if rng.random() < 0.05:
-            tokens[rng.randrange(n)] = self._stop[0]  # A stop token that did not stop it.
+            tokens[rng.randrange(len(tokens))] = self._stop[0]  # A stop token that did not stop it.
         finish = rng.choice(["stop", "stop", "stop", "length"])
         if finish == "stop":
             tokens = [*tokens[: sampling.max_tokens - 1], rng.choice(self._stop)]
+        tokens = tokens[: sampling.max_tokens]
         generation = Generation(
             token_ids=tokens,
             logprobs=[-rng.random() * 5 for _ in tokens],
