@@ -65,7 +65,7 @@ COMMANDS: dict[str, Callable[[str, Path], None]] = {
     "make test": in_ci,
     "make check": in_ci,
     'make test ARGS="tests/workers/environments -k reverse"': expands_to(
-        "-m pytest tests/workers/environments -k reverse"
+        "-m pytest ", " tests/workers/environments -k reverse"
     ),
     ".venv/bin/python -m controller --config examples/my_environment.yaml": trains("runs/my_environment", *SMALL),
     ".venv/bin/python examples/custom_training_script.py": trains("runs/custom", *SMALL),
