@@ -35,6 +35,7 @@ from controller.reporting.step_report import StepReport
 from controller.reporting.summary import RunSummary
 from controller.run import Run
 from controller.run_dir import CHECKPOINTS, Resume, open_run_dir
+from controller.run_ledger import open_run_ledger
 from controller.threads import in_thread
 from controller.watchdog import RunStalled
 from controller.wind_down import Status, WindDown
@@ -178,6 +179,9 @@ class Controller:
         )
         doing = self._observer.doing
         self._interrupts.on_first = self._observer.progress.note
+        ledger = await stack.enter_async_context(
+            open_run_ledger(config, self._run_dir, resumed_from=None if resumed is None else resumed.step)
+        )
         self._machinery: Machinery = await stack.enter_async_context(
             start_machinery(config, on_line=self._observer.worker_line, phase=doing)
         )
@@ -193,6 +197,7 @@ class Controller:
         self._run = Run(
             config,
             machinery=self._machinery,
+            ledger=ledger,
             environment=environment,
             prompts=PromptSource(
                 prompts,

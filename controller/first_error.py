@@ -1,4 +1,4 @@
-"""Which error ended a run: the first one that happened, and the death of a process before the errors that it caused."""
+"""Which error ended a run: the first one that happened; the death of a process, or of the ledger, before what it caused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from dataplane.errors import DataPlaneDown
+from ledger.errors import JournalFailed
 from workers.launch import WorkerDied
 from workers.rpc.errors import WorkerUnreachable
 
@@ -20,17 +21,26 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error that explains the others: a dead worker if there is one among them, else the first."""
+    """The error that explains the others: a dead worker, a ledger that cannot be written, else the first."""
     found = list(leaves(error))
-    return next((e for e in found if isinstance(e, WorkerDied)), found[0])
+    for kind in (WorkerDied, JournalFailed):
+        for leaf in found:
+            cause = next((e for e in _causes(leaf) if isinstance(e, kind)), None)
+            if cause is not None:
+                return cause
+    return found[0]
 
 
 def lost_connection(error: BaseException) -> bool:
     """Whether the error is, or was caused by, a process that no longer answers: its death may be known in a moment."""
-    for leaf in leaves(error):
-        cause: BaseException | None = leaf
-        while cause is not None:
-            if isinstance(cause, WorkerUnreachable | DataPlaneDown):
-                return True
-            cause = cause.__cause__
-    return False
+    return any(
+        isinstance(cause, WorkerUnreachable | DataPlaneDown) for leaf in leaves(error) for cause in _causes(leaf)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

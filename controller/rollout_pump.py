@@ -32,6 +32,15 @@ class RolloutError(Exception):
     """An environment failed at a rollout, or returned something that cannot be trained on."""
 
 
+def group_id_of(number: int) -> str:
+    return f"g{number:06d}"
+
+
+def number_after(group_id: str) -> int:
+    """The number that follows that of a group; 0 for ""."""
+    return int(group_id.removeprefix("g")) + 1 if group_id else 0
+
+
 class RolloutPump:
     def __init__(
         self,
@@ -90,7 +99,7 @@ class RolloutPump:
 
     async def _dispatch(self) -> GroupEntry | None:
         """Put the next prompt into the buffer as a generating group; None when there is no next prompt."""
-        group_id = f"g{self.next_group:06d}"
+        group_id = group_id_of(self.next_group)
         entry = await self._buffer.reserve(group_id)
         try:
             with self._activities.doing("rollout pump", "drawing a prompt"):

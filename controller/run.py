@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -26,15 +25,13 @@ from controller.records import FinalizationRequest
 from controller.reporting.frame import ProgressSnapshot
 from controller.reporting.step_report import StepReport
 from controller.reporting.summary import Accounts
-from controller.rollout_pump import RolloutPump
+from controller.rollout_pump import RolloutPump, number_after
 from controller.run_state import RunState
 from controller.step_summary import summarise
 from controller.train_pump import TrainedStep, TrainPump
 from controller.waiting import Activities
 from controller.watchdog import StallWatchdog
 from controller.weight_sync import WeightSync
-from ledger.errors import RolloutClosed, UnknownGroup, UnknownRollout
-from ledger.events import MemoryLog
 from ledger.gate import Gate
 from ledger.http.sampling import SamplingRules
 from ledger.http.server import GateServer, Limits
@@ -46,13 +43,15 @@ ENDS = ("trained", "evicted", "dropped", "aborted")
 
 
 class Run:
-    """`resumed` is the state of the checkpoint that the trainer has loaded; None begins at step 0."""
+    """`resumed` is the state of the checkpoint that the trainer has loaded; None begins at step 0. In `ledger` nothing is
+    live; what ended in it before is not counted, the checkpoint's numbers are."""
 
     def __init__(
         self,
         config: Config,
         *,
         machinery: Machinery,
+        ledger: Ledger,
         environment: Environment,
         prompts: PromptSource,
         observer: Observer,
@@ -68,15 +67,17 @@ class Run:
         self._checkpoints = checkpoints
         self._on_step = on_step
         self._before = {end: 0 if resumed is None else resumed.rollouts.get(end, 0) for end in ENDS}
+        self._origin = ledger.account
         self._groups_before = {end: 0 if resumed is None else resumed.groups.get(end, 0) for end in ENDS}
-        self._first_group = 0 if resumed is None else resumed.next_group
+        # Groups that an earlier process dispatched after its checkpoint keep their ids.
+        self._first_group = max(0 if resumed is None else resumed.next_group, number_after(ledger.last_group))
         sampler = sampler_of(config.rollout)
         self.buffer = ReplayBuffer(sampler.required_capacity())
         first_step = 0 if resumed is None else resumed.step
         self.state = RunState(self.buffer, step=first_step, last_step=config.run.steps)
         self.first_step = first_step
         capture = config.token_capture
-        self.ledger = Ledger(MemoryLog(), trajectory=capture.trajectory if capture.enabled else "echo")
+        self.ledger = ledger
         self.activities = Activities()
         self.pool = GenerationPool(
             machinery.engines, call_timeout_s=config.rollout.call_timeout_s, on_call=observer.call
@@ -193,26 +194,20 @@ class Run:
     async def end_live_groups(self, reason: str) -> None:
         """End every group that is still live as aborted. To be called when the pumps have stopped."""
         for entry in self.buffer.entries:
-            if entry.group is not None:
-                for rollout_id in entry.group.rollout_ids:
-                    with suppress(UnknownRollout, RolloutClosed):
-                        await self.ledger.abort(rollout_id, reason)
-                # Cancelled before its first step, a group was never put on record.
-                with suppress(UnknownGroup):
-                    await self.ledger.aborted(entry.group_id, reason)
             self.buffer.abort(entry.group_id)
+        await self.ledger.give_up(reason)
 
     def totals(self) -> dict[str, int]:
         """Rollouts since the run began, resumes included: dispatched, each end, and live."""
-        account = self.ledger.account
-        ends = {end: self._before[end] + getattr(account, end) for end in ENDS}
+        account, origin = self.ledger.account, self._origin
+        ends = {end: self._before[end] + getattr(account, end) - getattr(origin, end) for end in ENDS}
         return {"dispatched": account.live + sum(ends.values()), **ends, "live": account.live}
 
     def accounts(self) -> tuple[Accounts, Accounts]:
         """Rollouts and groups of the whole run."""
         account, totals = self.ledger.account, self.totals()
         rollouts = Accounts(
-            dispatched=sum(self._before.values()) + account.dispatched,
+            dispatched=sum(self._before.values()) + account.dispatched - self._origin.dispatched,
             **{end: totals[end] for end in ENDS},
             lost=account.lost,
             duplicated=account.duplicated,

@@ -10,12 +10,13 @@ from typing import Literal, TypeAlias
 from controller.checkpoint import LATEST, ControllerState, latest, read_state
 from controller.config.schema import RunConfig
 from controller.locks import try_lock
+from ledger.segments import FOLDER as LEDGER
 
 Resume: TypeAlias = Literal["auto", "never"] | Path
 """auto: continue the folder's latest checkpoint if it has one. never: start anew. A path: continue that checkpoint."""
 
 CHECKPOINTS = "checkpoints"
-_OURS = ("metrics.jsonl", "summary.json", "trace.json", CHECKPOINTS)
+_OURS = ("metrics.jsonl", "summary.json", "trace.json", CHECKPOINTS, LEDGER)
 
 
 class RunDirError(Exception):

@@ -18,6 +18,7 @@ import anyio.to_thread
 import msgspec
 
 from controller.config.schema import Config
+from controller.first_error import first_error
 from controller.machinery import Machinery
 from controller.observer import Observer
 from controller.reporting.metrics_log import read_reports
@@ -47,9 +48,11 @@ class WindDown:
         self._observer = observer
         self._run_dir = run_dir
         self.failure: Exception | None = None
+        self._reason: str | None = None
 
     async def finish(self, status: Status, reason: str | None, *, began: float) -> RunSummary:
         """`began`: `time.monotonic()` when the run's process took it up."""
+        self._reason = reason
         trained = self._run.state.step > self._run.first_step
         pending = self._run.pending()
         with self._part("ending live groups"):
@@ -112,7 +115,10 @@ class WindDown:
         try:
             yield
         except Exception as e:
-            logger.warning("%s failed: %s: %s", what, type(e).__name__, e, exc_info=e)
+            first = first_error(e)
+            # What ended the run is told in the end.
+            level = logging.INFO if str(first) and str(first) in (self._reason or "") else logging.WARNING
+            logger.log(level, "%s failed: %s: %s", what, type(first).__name__, first, exc_info=e)
 
 
 def _alive(pid: int) -> bool:

@@ -14,12 +14,9 @@ import msgspec
 from ledger.audit import audit
 from ledger.errors import JournalCorrupt, JournalMoved, LedgerError
 from ledger.events import Compacted, RunResumed
-from ledger.segments import JournalReader, Segment, TornTail, all_files, current_files
+from ledger.segments import FOLDER, JournalReader, Segment, TornTail, all_files, current_files
 from ledger.show import block, clean, table
 from ledger.story import tell
-
-FOLDER = "ledger"
-"""Of a run's ledger, in the run's folder."""
 
 
 class NothingThere(Exception):

@@ -21,6 +21,8 @@ from ledger.errors import JournalCorrupt, JournalMoved
 from ledger.events import Event
 from ledger.frames import START, Frame, FrameFault, FrameReader, Link, UnknownEvents
 
+FOLDER = "ledger"
+"""A journal's, in its run's folder."""
 MAGIC = b"MLLEDGER"
 FORMAT = 1
 SYNCED = 1

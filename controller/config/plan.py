@@ -12,6 +12,7 @@ from controller.config.describe import keys
 from controller.config.figures import context_tokens, generating_groups, sampler_of, weight_bytes, weights_folder
 from controller.config.model_dir import ModelFacts
 from controller.config.schema import Config
+from ledger.segments import FOLDER as LEDGER
 
 Row = tuple[str, str]
 
@@ -124,6 +125,10 @@ def _files(config: Config, model: ModelFacts) -> Iterator[Row]:
     when = "at the end" if every is None else f"every {_count(every, 'step')} and at the end"
     yield f"{run_dir}/", "metrics, trace, report; error.log when the run fails"
     yield f"{run_dir / 'control.json'}", "how to reach the gate's control plane, while the run lasts"
+    synced = (
+        "on the disk before a call is answered" if config.ledger.durability == "batch" else "written without waiting"
+    )
+    yield f"{run_dir / LEDGER}/", f"the record of every rollout, {synced}; up to {config.ledger.history_mb:,} MiB"
     yield f"{run_dir / 'checkpoints'}/", f"{when}, on an interrupt too; the last {keep} are kept"
     yield f"{weights_folder(config)}/", f"one version of the weights, {weight_bytes(config.model, model) / 1e6:,.1f} MB"
 

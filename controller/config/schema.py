@@ -189,6 +189,19 @@ class FinalizerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Groups dropped one after another, none trained between them, that end the run: it would only use up prompts."""
 
 
+class LedgerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The record of every rollout, in `<run.dir>/ledger`; how it is kept and read is in docs/ledger.md."""
+
+    durability: Literal["batch", "none"] = "batch"
+    """`batch`: a call is answered when its record is on the disk; calls that end together share a write. `none`: the
+    record is written without waiting, and a crash can lose its end."""
+    segment_mb: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Size of the files it is written in, in MiB."""
+    history_mb: NonNegativeInt = 1024
+    """At a checkpoint, what the record has beyond this, in MiB, is compacted: of rollouts that ended, the oldest first, only
+    their numbers are kept."""
+
+
 class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     every_steps: PositiveInt | None = None
     """Steps between checkpoints; null writes one only at the end and on an interrupt."""
@@ -250,6 +263,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     token_capture: TokenCaptureConfig = field(default_factory=TokenCaptureConfig)
     finalizer: FinalizerConfig = field(default_factory=FinalizerConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     gate: GateConfig = field(default_factory=GateConfig)
