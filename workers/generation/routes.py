@@ -39,12 +39,15 @@ def decode_routes(envelope: str, tokens: int) -> RoutedExperts:
     rows, layers, topk = (int(header[i]) for i in (2, 3, 4))
     if rows != tokens or layers * topk == 0:
         raise BadRoutes(f"routed experts are {rows} x {layers} x {topk}, for {tokens} tokens")
+    data, size = envelope[header.end() :], rows * layers * topk * dtype.itemsize
+    if len(data) != 4 * ((size + 2) // 3):
+        raise BadRoutes(f"routed experts have {len(data)} characters of base64, for {size} bytes")
     try:
-        raw = binascii.a2b_base64(envelope[header.end() :], strict_mode=True)
+        raw = binascii.a2b_base64(data, strict_mode=True)
     except (ValueError, binascii.Error) as error:
         raise BadRoutes(f"routed experts are not base64: {error}") from error
-    if len(raw) != rows * layers * topk * dtype.itemsize:
-        raise BadRoutes(f"routed experts have {len(raw)} bytes, not {rows} x {layers} x {topk} of {dtype.name}")
+    if len(raw) != size:
+        raise BadRoutes(f"routed experts have {len(raw)} bytes, not {size}")
     experts = np.frombuffer(raw, dtype).reshape(rows, layers * topk)
     if experts.min() < -1 or experts.max() > _MAX:
         raise BadRoutes(f"routed experts go from {experts.min()} to {experts.max()}; -1 to {_MAX} are possible")
