@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -194,17 +195,22 @@ class Journal:
 
     def _work(self) -> None:
         """In the thread."""
-        compacting: Thread | None = None
+        compacting = Thread()
+        due = False
         while (batch := self._batches.get()) is not None:
-            failure = self._attempt(lambda batch=batch: self._writer.write(batch))
+            failure = self._attempt(partial(self._writer.write, batch))
             self._tell(self._settle, batch, failure)
-            if failure is None and batch.checkpoint and (compacting is None or not compacting.is_alive()):
+            due = due or (batch.checkpoint and failure is None)
+            if due and not compacting.is_alive():
+                due = False
                 compacting = Thread(
                     target=self._compact, args=(self._writer.number,), name="ledger compaction", daemon=True
                 )
                 compacting.start()
-        if compacting is not None:
+        if compacting.is_alive():
             compacting.join()
+        if due:
+            self._compact(self._writer.number)
         self._tell(self._end, self._attempt(self._writer.close))
 
     def _attempt(self, write: Callable[[], None]) -> JournalFailed | None:

@@ -119,18 +119,29 @@ def open_folder(folder: Path, *, segment_bytes: int, sync: bool) -> Opened:
 
 
 def _repair(files: list[Segment]) -> Link:
-    """Cut off the last file's torn tail, or the file itself when nothing else is in it. Returns where its chain ends."""
+    """Cut off the last file's torn tail, or drop the file when nothing else is in it. Returns where the chain ends.
+
+    Before anything is changed, the last file with frames is checked, and a compacted one, whose originals are removed.
+    """
+    if files and files[0].compacted:
+        SegmentReader(files[0], last=False).skim()
+    last = True
+    link, empty = START, list[Path]()
     while files:
-        reader = SegmentReader(files[-1], last=True)
+        reader = SegmentReader(files[-1], last=last)
         if len(files) == 1:
             check_joint(reader, files[-1], None)
         reader.skim()
         if reader.end > HEADER_LEN or files[-1].compacted:
             if reader.torn is not None:
                 _truncate(files[-1].path, reader.end)
-            return reader.link
-        files.pop().path.unlink()
-    return START
+            link = reader.link
+            break
+        empty.append(files.pop().path)
+        last = False
+    for path in empty:
+        path.unlink()
+    return link
 
 
 def _truncate(path: Path, size: int) -> None:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 import ledger.compaction
 from ledger.audit import audit
 from ledger.compaction import compact, fold
-from ledger.errors import LedgerError
+from ledger.errors import JournalCorrupt, LedgerError
 from ledger.events import CheckpointMarked, Compacted, GroupDispatched
+from ledger.journal import Journal
 from ledger.segments import all_files, current_files
 from tests.ledger.journal.histories import history, standing
 from tests.ledger.journal.opened import events_in, opened, write
@@ -139,6 +140,23 @@ async def test_a_crash_before_any_step_leaves_a_whole_journal(folder: Path, step
         await journal.append(CheckpointMarked(step=9))
     assert not list(folder.glob("*.writing"))
     assert {s.path for s in all_files(folder)} == {s.path for s in current_files(folder)}
+
+
+async def test_originals_are_not_removed_for_a_compacted_file_that_is_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patches:
+        crashing_at("unlink", patches)
+        with pytest.raises(Crash):
+            compact(folder, before=5, keep_bytes=0)
+    compacted = current_files(folder)[0].path
+    data = bytearray(compacted.read_bytes())
+    data[-5] ^= 1
+    compacted.write_bytes(data)
+    before = all_files(folder)
+    with pytest.raises(JournalCorrupt, match=compacted.name):
+        await Journal.open(folder)
+    assert all_files(folder) == before
 
 
 async def test_a_full_disk_leaves_the_journal_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch):

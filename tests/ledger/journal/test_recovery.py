@@ -121,6 +121,18 @@ def test_damage_before_the_last_segment_is_never_repaired(written: Path, tmp_pat
     assert path.stat().st_size == size
 
 
+def test_damage_before_a_segment_that_was_only_begun_is_never_repaired(written: Path, tmp_path: Path):
+    folder = copied(written, tmp_path)
+    number = current_files(folder)[-1].number
+    path = segment_path(folder, number)
+    os.truncate(path, path.stat().st_size - 1)
+    begun = segment_path(folder, number + 1)
+    begun.touch()
+    with pytest.raises(JournalCorrupt, match=path.name):
+        reopened(folder)
+    assert begun.exists()
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_missing_segment_is_named(written: Path, tmp_path: Path, which: int):
     folder = copied(written, tmp_path)
