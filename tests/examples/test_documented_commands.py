@@ -68,6 +68,7 @@ COMMANDS: dict[str, Callable[[str, Path], None]] = {
         "-m pytest ", " tests/workers/environments -k reverse"
     ),
     ".venv/bin/python -m controller --config examples/my_environment.yaml": trains("runs/my_environment", *SMALL),
+    ".venv/bin/python -m controller --config examples/openai_agent.yaml": trains("runs/openai_agent", *SMALL),
     ".venv/bin/python examples/custom_training_script.py": trains("runs/custom", *SMALL),
     ".venv/bin/python -m controller --config examples/quickstart.yaml --check": prints("341,376 parameters"),
     ".venv/bin/python -m controller --config examples/quickstart.yaml --set run.dir=runs/wide --set rollout.group_size=16": (
