@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
+import anyio.to_thread
 from msgspec.structs import replace
 
 from ledger.errors import CallFailedError, CallRefused, TooManyCalls
@@ -18,6 +19,9 @@ from ledger.lineage import Fingerprint, fingerprint, fingerprint_prompt
 from ledger.links import check_link, link_of
 from ledger.reasons import CallFailure
 from ledger.records import CallReply, CallRequest, Message, Sampling
+
+_INLINE_MESSAGES = 1000
+"""Fingerprinting more of them takes milliseconds and is done in a thread."""
 
 
 class Gate:
@@ -65,6 +69,8 @@ class Gate:
             parse_tool_calls=parse_tool_calls,
             logprobs=logprobs,
         )
+        if len(messages) > _INLINE_MESSAGES:
+            return await self._call(request, await anyio.to_thread.run_sync(fingerprint, messages, tools))
         return await self._call(request, fingerprint(messages, tools))
 
     async def complete(

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import anyio.lowlevel
+
 from ledger.errors import LedgerError
 from ledger.gate import Gate
 from ledger.http import answers
@@ -23,6 +25,8 @@ CHAT = "chat/completions"
 COMPLETIONS = "completions"
 MODELS = "models"
 
+_LARGE = 1000
+"""Messages that take a millisecond to go through."""
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
@@ -88,10 +92,15 @@ class Agents:
 
     def _chat(self, rollout_id: str, body: ChatBody) -> Callable[[], Awaitable[CallReply]]:
         sampling = self._rules.of(body)
-        messages = tuple(message.plain() for message in body.messages)
 
-        def call() -> Awaitable[CallReply]:
-            return self._gate.chat(
+        async def call() -> CallReply:
+            large = len(body.messages) > _LARGE
+            if large:
+                await anyio.lowlevel.checkpoint()  # The loop has its turn after each millisecond or so of work.
+            messages = tuple(message.plain() for message in body.messages)
+            if large:
+                await anyio.lowlevel.checkpoint()
+            return await self._gate.chat(
                 rollout_id,
                 messages,
                 sampling=sampling,

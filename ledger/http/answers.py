@@ -13,6 +13,8 @@ from ledger.records import CallReply, TokenLogprob, ToolCall
 
 KEEP_ALIVE = b": the call is running\n\n"
 """A comment, which clients skip."""
+LARGE = 1000
+"""Tokens with logprobs."""
 DONE = b"data: [DONE]\n\n"
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -93,6 +95,11 @@ class Answer:
         self._model = model
         self._created = created
         self._chat = chat
+
+    @property
+    def large(self) -> bool:
+        """Whether encoding it takes milliseconds, and so belongs in a thread."""
+        return self._reply.logprobs is not None and len(self._reply.logprobs) > LARGE
 
     def whole(self) -> bytes:
         """The body of a plain response."""

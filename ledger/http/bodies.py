@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from ledger.http.errors import ApiError, refused
 from ledger.records import FunctionCall, Message, ToolCall
 
+MAX_MESSAGES = 8192
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 
@@ -143,7 +144,7 @@ class _Generation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class ChatBody(_Generation, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

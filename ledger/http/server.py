@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.to_thread
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 from anyio.abc import TaskStatus
@@ -204,7 +205,7 @@ class GateServer:
         outcome = await prepared.answer()
         if isinstance(outcome, ApiError):
             raise outcome
-        return _json(outcome.whole())
+        return _json(await anyio.to_thread.run_sync(outcome.whole) if outcome.large else outcome.whole())
 
     async def _answer_control(self, request: web.BaseRequest, rollout_id: str, verb: str) -> web.StreamResponse:
         self._keys.check_control(request.headers.get("Authorization"))

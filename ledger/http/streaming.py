@@ -7,6 +7,7 @@ one that fails later ends the stream with an error, which OpenAI's clients raise
 from __future__ import annotations
 
 import anyio
+import anyio.to_thread
 from aiohttp import web
 
 from ledger.http import answers
@@ -30,7 +31,12 @@ async def stream(request: web.BaseRequest, prepared: Prepared, *, keep_alive_s: 
     if outcome is None:
         raise ConnectionResetError("the client is gone")
     if isinstance(outcome, Answer):
-        await events.send(b"".join(outcome.events(usage=prepared.usage)))
+        answer = outcome
+
+        def encode() -> bytes:
+            return b"".join(answer.events(usage=prepared.usage))
+
+        await events.send(await anyio.to_thread.run_sync(encode) if answer.large else encode())
     elif events.begun:
         await events.send(answers.error_event(outcome.body()))
     else:
