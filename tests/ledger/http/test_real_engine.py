@@ -1,4 +1,4 @@
-"""Agents that break off at random, against a real engine behind real RPC: nothing stays running, what was answered is proven."""
+"""Agents that break off at random, against a real engine behind real RPC: nothing stays running, answers are proven."""
 
 from __future__ import annotations
 
