@@ -31,7 +31,7 @@ class Listener:
 
 @asynccontextmanager
 async def open_listener(config: GateConfig) -> AsyncGenerator[Listener]:
-    """The gate's address, taken before anything slow is started. Nothing is accepted yet. Raises GateAddressError."""
+    """The gate's address, taken before anything slow is started; nothing is answered yet. Raises GateAddressError."""
     try:
         # In a thread, as a host name may have to be looked up.
         bound = await anyio.to_thread.run_sync(listen, config.host, config.port)

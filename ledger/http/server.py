@@ -110,7 +110,7 @@ class GateServer:
     async def serve(
         self, listener: socket.socket, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Serve on a bound socket, which is closed in the end, until cancelled. Raises the ledger's failure.
+        """Serve on a listening socket, which is closed in the end, until cancelled. Raises the ledger's failure.
 
         In the end running calls are cancelled, settled and answered with 503.
         """
@@ -270,7 +270,7 @@ def _ended() -> ApiError:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket for `GateServer.serve`; port 0 takes a free one. Raises OSError when the address cannot be had."""
+    """A listening socket for `GateServer.serve`; port 0 takes a free one. Raises OSError when the address cannot be had."""
     family, kind, proto, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
     )[0]
@@ -278,6 +278,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)  # Only that makes sure of the address; who connects before `serve` waits.
         listener.setblocking(False)
     except BaseException:
         listener.close()

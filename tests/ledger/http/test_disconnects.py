@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import socket
 import struct
+from pathlib import Path
 
 import anyio
 import pytest
 from anyio.abc import SocketStream
 
+from ledger.errors import JournalFailed
+from ledger.events import CallAdmitted, CallCommitted
 from ledger.http.server import Limits
 from ledger.records import Message
 from tests.ledger.http.rig import QUESTION, ROLLOUT, HttpRig
@@ -143,11 +146,16 @@ async def test_the_end_of_the_server_settles_what_runs_and_says_so() -> None:
         await rig.connect()
 
 
-async def test_a_ledger_that_fails_ends_the_server_with_its_error() -> None:
+@pytest.mark.parametrize("when", [CallAdmitted, CallCommitted])
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), JournalFailed(Path("ledger"), "No space left on device")]
+)
+async def test_a_ledger_that_fails_ends_the_server_with_its_error(failure: Exception, when: type) -> None:
     rig = HttpRig()
 
     async def broken(event: object) -> None:
-        raise OSError(28, "No space left on device")
+        if isinstance(event, when):
+            raise failure
 
     async def call_with_a_broken_ledger() -> None:
         async with rig.running():
@@ -158,7 +166,7 @@ async def test_a_ledger_that_fails_ends_the_server_with_its_error() -> None:
 
     with pytest.raises(ExceptionGroup) as raised:
         await call_with_a_broken_ledger()
-    assert raised.group_contains(OSError, match="No space left")
+    assert raised.group_contains(type(failure), match="No space left")
 
 
 async def test_a_call_of_a_sealed_rollout_that_is_still_running_is_not_delivered() -> None:
