@@ -1,5 +1,6 @@
 # make run   trains the quickstart's model        make check   lint, format, types, imports
-# make test  runs the tests                       make clean   removes what these made
+# make test  runs the tests                       make test-long  runs the rest: more whole runs, about as long again
+#                                                 make clean   removes what these made
 #
 # Everything goes into .venv, runs/ and models/. Variables: PYTHON (3.11 or newer), TORCH (what pip installs first; pip's own
 # options may follow), ARGS (appended to the controller's or pytest's command line), JOBS (tests run at the same time).
@@ -16,7 +17,7 @@ MODEL := models/quickstart/warm_start.json
 # The models of the quickstart and the tests are tiny: more threads cost more than they bring.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install model run test check clean
+.PHONY: install model run test test-long check clean
 
 install: $(INSTALLED)
 
@@ -37,7 +38,10 @@ run: $(INSTALLED) $(MODEL)
 	$(BIN)/python -m controller --config examples/quickstart.yaml --resume never $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m 'not long' $(ARGS)
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m long $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

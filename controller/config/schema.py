@@ -223,7 +223,7 @@ class GateConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where it listens. Agents on other machines need an address of this machine's network, or 0.0.0.0 and `public_url`."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """0 takes a free one."""
-    public_url: Annotated[str, Meta(pattern=r"^https?://[^/]+/?$", description="http(s)://host:port")] | None = None
+    public_url: Annotated[str, Meta(pattern=r"^https?://[!-.0-~]+/?$", description="http(s)://host:port")] | None = None
     """What agents are told instead of `host` and `port`: the way in from outside, through a proxy perhaps."""
     sampling: Literal["fixed", "request"] = "fixed"
     """`fixed`: calls are sampled with the run's temperature, top_p and top_k; a request with others is refused. `request`: a

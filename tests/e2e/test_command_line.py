@@ -15,6 +15,11 @@ from tests.e2e.running import conserved, finished, started
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
+
+def LONG(*values: object) -> Any:  # noqa: N802  # reads as what it is in a table
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 ENVIRONMENTS = '''
 import math, time
 import anyio
@@ -108,7 +113,9 @@ async def test_on_policy_nothing_is_generated_while_training(config: dict[str, A
     assert conserved(run.summary())
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), LONG(signal.SIGTERM, 143)]
+)
 async def test_a_signal_stops_at_a_checkpoint_that_the_next_run_continues(
     config: dict[str, Any], folder: Path, signum: signal.Signals, code: int
 ) -> None:
@@ -139,6 +146,7 @@ async def test_a_signal_during_start_up_ends_it_cleanly(config: dict[str, Any], 
     assert "Traceback" not in run.output
 
 
+@pytest.mark.long
 async def test_a_second_signal_ends_it_at_once(config: dict[str, Any], folder: Path) -> None:
     config = using(config, "Slow") | {"run": {"dir": "run", "steps": 50}}
     async with started(config, folder) as run:
@@ -149,6 +157,7 @@ async def test_a_second_signal_ends_it_at_once(config: dict[str, Any], folder: P
         await run.gone()
 
 
+@pytest.mark.long
 async def test_a_killed_controller_takes_everything_with_it(config: dict[str, Any], folder: Path) -> None:
     weights = folder / "weights"
     weights.mkdir()
@@ -168,8 +177,8 @@ async def test_a_killed_controller_takes_everything_with_it(config: dict[str, An
     ("environment", "message"),
     [
         ("Raises", r"environment Raises, prompt '.*', rollout g00000\d\.\d: rollout\(\) raised KeyError: 'answer'"),
-        ("NaN", r"environment NaN, prompt '.*', rollout g00000\d\.\d: reward is nan; it must be a finite number"),
-        ("Wordy", r"environment Wordy, .*prompt_too_long: .*5\d\d\d.*512"),
+        LONG("NaN", r"environment NaN, prompt '.*', rollout g00000\d\.\d: reward is nan; it must be a finite number"),
+        LONG("Wordy", r"environment Wordy, .*prompt_too_long: .*5\d\d\d.*512"),
         (
             "NoPrompts",
             r"prompt number 1 is \{'question': 'none'\} of type dict; an environment's prompts\(\) must yield",
@@ -203,7 +212,7 @@ async def test_a_worker_that_dies_at_start_is_named(config: dict[str, Any], fold
     assert "Traceback" not in run.output
 
 
-@pytest.mark.parametrize("victim", ["generation-0", "training", "storage"])
+@pytest.mark.parametrize("victim", ["generation-0", LONG("training"), LONG("storage")])
 async def test_a_process_that_is_killed_ends_the_run_by_name(config: dict[str, Any], folder: Path, victim: str) -> None:
     config = using(config, "Slow") | {"run": {"dir": "run", "steps": 100}}
     async with started(config, folder) as run:
@@ -225,6 +234,7 @@ def _is(pid: int, victim: str) -> bool:
     return wanted in command and (victim != "storage" or "storage" in command)
 
 
+@pytest.mark.long
 async def test_finite_prompts_end_the_run_when_they_are_used_up(config: dict[str, Any], folder: Path) -> None:
     run = await finished(using(config, "Finite") | {"run": {"dir": "run", "steps": 100}}, folder)
     assert run.summary()["trained"] == 20
@@ -240,8 +250,12 @@ async def test_rollouts_past_their_deadline_become_placeholders(config: dict[str
     assert {s["placeholders"] for s in run.metrics()} == {2}
 
 
+@pytest.mark.long
 async def test_a_step_whose_groups_all_fail_is_a_stall_not_a_hang(config: dict[str, Any], folder: Path) -> None:
-    config = using(config, "SwallowsFailures", call_timeout_s=2) | {"watchdog": {"stall_after_s": 4}}
+    config = using(config, "SwallowsFailures", call_timeout_s=2) | {
+        "watchdog": {"stall_after_s": 4},
+        "finalizer": {"max_dropped_in_a_row": 1_000_000},
+    }
     run = await finished(config, folder, code=3)
     assert conserved(run.summary())
     assert run.summary()["status"] == "stalled"

@@ -88,6 +88,7 @@ async def test_the_official_client_is_trained_with_all_that_it_can_do(config: di
     assert not (run.run_dir / "control.json").exists()
 
 
+@pytest.mark.long
 async def test_the_example_of_an_external_agent_is_trained(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     config = playing(config, tmp_path, "")
@@ -101,6 +102,7 @@ async def test_the_example_of_an_external_agent_is_trained(config: dict[str, Any
     assert {step["environment"]["turns"] for step in run.metrics()} == {2.0}
 
 
+@pytest.mark.long
 async def test_the_example_with_a_tool_is_trained(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     config = config | {
@@ -113,6 +115,7 @@ async def test_the_example_with_a_tool_is_trained(config: dict[str, Any], tmp_pa
     assert run.metrics()[0]["trainer"]["logprob_diff_max"] < 1e-4
 
 
+@pytest.mark.long
 async def test_a_client_that_gives_up_costs_its_own_rollout_only(config: dict[str, Any], tmp_path: Path) -> None:
     config = playing(config, tmp_path, GIVES_UP, max_tokens=400) | {"finalizer": {"max_dropped_in_a_row": 2}}
     run = await finished(config, tmp_path, code=1)
@@ -121,6 +124,7 @@ async def test_a_client_that_gives_up_costs_its_own_rollout_only(config: dict[st
     assert "failed: cancelled" in run.output
 
 
+@pytest.mark.long
 async def test_the_owner_can_look_in_and_a_signal_ends_agents_too(config: dict[str, Any], tmp_path: Path) -> None:
     async with started(playing(config, tmp_path, WAITS), tmp_path) as run:
         control = run.run_dir / "control.json"

@@ -80,6 +80,7 @@ async def test_every_rollout_of_a_run_can_be_read_back(config: dict[str, Any], f
     assert "became      trained in step 1" in block
 
 
+@pytest.mark.long
 async def test_after_a_kill_the_ledger_goes_on_and_every_account_is_right(config: dict[str, Any], folder: Path) -> None:
     config |= {
         "run": {"dir": "run", "steps": 6},
@@ -110,6 +111,7 @@ async def test_after_a_kill_the_ledger_goes_on_and_every_account_is_right(config
     )
 
 
+@pytest.mark.long
 async def test_a_full_disk_ends_the_run_with_one_clear_message(config: dict[str, Any], folder: Path) -> None:
     config |= {"environment": {"name": "envs:FillsTheDisk"}, "run": {"dir": "run", "steps": 50}}
     run = await finished(config, folder, code=1)

@@ -89,7 +89,14 @@ def documented() -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-@pytest.mark.parametrize("command", documented())
+def trains_a_model(command: str) -> bool:
+    started = (".venv/bin/python -m controller", ".venv/bin/python examples/")
+    return command.startswith(started) and "--check" not in command
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.long) if trains_a_model(c) else c for c in documented()]
+)
 def test_a_documented_command_works(command: str, workspace: Path) -> None:
     assert command in COMMANDS, "say in COMMANDS how this command of the documents is to be run"
     COMMANDS[command](command, workspace)
@@ -99,6 +106,7 @@ def test_no_command_is_tested_that_is_not_documented() -> None:
     assert set(COMMANDS) <= set(documented())
 
 
+@pytest.mark.long
 def test_the_training_script_stops_at_its_own_rule(workspace: Path) -> None:
     script = str(ROOT / "examples" / "custom_training_script.py")
     output = run(sys.executable, script, "--good-enough", "0", *SMALL, "--set", "run.steps=60", cwd=workspace)

@@ -293,7 +293,7 @@ def test_a_missing_model_is_a_clear_start_up_error(tmp_path: Path):
     ("changes", "message"),
     [
         ({"dtype": "int8"}, "dtype 'int8' is unknown"),
-        ({"device": "abacus"}, "the trainer cannot be made"),
+        ({"device": "abacus"}, "training.device is 'abacus', which torch does not know"),
         ({"temperature": 0.0}, "temperature is 0"),
         ({"weights_dir": "/dev/null/weights"}, "Not a directory"),
     ],
