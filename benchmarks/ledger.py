@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 
@@ -126,8 +127,10 @@ async def committing(log: EventLog, lag: LoopLag, *, callers: int, each: int) ->
 
     async def by_all(work: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         async with anyio.create_task_group() as tg:
-            for rollout_id in replies:
+            for n, rollout_id in enumerate(replies):
                 tg.start_soon(work, rollout_id)
+                if n % 64 == 63:
+                    await anyio.lowlevel.checkpoint()  # They do not all begin in one turn of the loop.
 
     await by_all(admit)
     settle_heap()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 class _Batch(FrameBuilder):
     """The events of the frame that is written next, or is being written, and those who wait for it."""
 
-    __slots__ = ("checkpoint", "failure", "settled")
+    __slots__ = ("checkpoint", "failure", "waiters")
 
     def __init__(self) -> None:
         super().__init__()
         self.checkpoint = False
         """Whether it holds a `CheckpointMarked`."""
-        self.settled: list[anyio.Event] = []
-        """Written, or failed: one for each so many events, as they are told one after the other."""
+        self.waiters: list[asyncio.Future[None]] = []
+        """Futures rather than an event, which costs more than all else in an append."""
         self.failure: JournalFailed | None = None
 
 
@@ -117,9 +117,6 @@ class Journal:
         if self._refusal is not None:
             raise _again(self._refusal)
         batch = self._gathering
-        if batch.count % TOLD_AT_ONCE == 0:
-            batch.settled.append(anyio.Event())
-        settled = batch.settled[-1]
         batch.add(event)
         if type(event) is CheckpointMarked:
             batch.checkpoint = True
@@ -133,7 +130,9 @@ class Journal:
         if not self._writer.sync and len(self._full) < MAX_FULL:
             await anyio.lowlevel.checkpoint()
             return
-        await settled.wait()
+        settled = self._loop.create_future()
+        batch.waiters.append(settled)
+        await settled
         if batch.failure is not None:
             raise _again(batch.failure)
 
@@ -176,15 +175,14 @@ class Journal:
         self._gathering = _Batch()
         for each in lost:
             each.failure = failure
-            for settled in each.settled:
-                settled.set()
+            _wake(each.waiters)
         self._hand_over()
 
-    def _tell_waiters(self, batch: _Batch, index: int) -> None:
+    def _tell_waiters(self, batch: _Batch, told: int) -> None:
         """Wake some of them, and the others in the turns of the loop that follow: it has more to do."""
-        if index < len(batch.settled):
-            batch.settled[index].set()
-            self._loop.call_soon(self._tell_waiters, batch, index + 1)
+        if told < len(batch.waiters):
+            _wake(batch.waiters[told : told + TOLD_AT_ONCE])
+            self._loop.call_soon(self._tell_waiters, batch, told + TOLD_AT_ONCE)
         else:
             # All had their turn, so that what they append next is part of the next frame.
             self._hand_over()
@@ -236,6 +234,12 @@ class Journal:
     def _tell(self, callback: Callable[..., None], *args: object) -> None:
         with suppress(RuntimeError):  # The loop is closed: nobody waits.
             self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
+    for settled in waiters:
+        if not settled.done():  # Cancelled.
+            settled.set_result(None)
 
 
 def _again(failure: JournalFailed) -> JournalFailed:

@@ -95,6 +95,7 @@ class Rollout:
         self.version = 1
         """Number of events."""
         self._head = next_head(GENESIS, opened)
+        self._by_id: dict[str, Call] = {}
         self._by_conversation: dict[str, list[Call]] = {}
 
     @property
@@ -109,11 +110,7 @@ class Rollout:
         return call
 
     def find(self, call_id: str) -> Call | None:
-        prefix, _, seq = call_id.rpartition("/")
-        if prefix != self.id or not seq.isdecimal() or len(seq) > 9 or int(seq) >= len(self.calls):
-            return None
-        call = self.calls[int(seq)]
-        return call if call.id == call_id else None
+        return self._by_id.get(call_id)
 
     def answered_with(self, content: str) -> list[Call]:
         """The committed calls whose answer was just this text."""
@@ -191,9 +188,9 @@ class Rollout:
             parent = self.call(event.parent_call_id)
             if parent.state is not CallState.COMMITTED:
                 raise IllegalTransition(f"call {parent.id!r}", parent.state, "continued")
-        self.calls.append(
-            Call(id=event.call_id, seq=seq, parent=parent, request=event.request, messages=event.messages)
-        )
+        call = Call(id=event.call_id, seq=seq, parent=parent, request=event.request, messages=event.messages)
+        self.calls.append(call)
+        self._by_id[call.id] = call
 
     def _commit(self, event: CallCommitted) -> None:
         call = self._admitted(event.coords.call_id, "committed")
