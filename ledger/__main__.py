@@ -11,12 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from ledger.audit import audit
+from ledger.audit import Audit, audit
 from ledger.errors import JournalCorrupt, JournalMoved, LedgerError
 from ledger.events import Compacted, RunResumed
 from ledger.segments import FOLDER, JournalReader, Segment, TornTail, all_files, current_files
 from ledger.show import block, clean, table
 from ledger.story import tell
+
+_ATTEMPTS = 5
+"""To read a journal that is compacted meanwhile."""
 
 
 class NothingThere(Exception):
@@ -106,8 +109,15 @@ def _resumes(files: Sequence[Segment]) -> list[tuple[int, int]]:
     return found
 
 
+def _audit(folder: Path) -> Audit:
+    for _ in range(_ATTEMPTS):
+        with suppress(JournalMoved):
+            return audit(folder)
+    return audit(folder)
+
+
 def _verify(folder: Path) -> int:
-    found = audit(folder)
+    found = _audit(folder)
     _say(f"{folder}: {found.events} events in {found.frames} frames, {found.files} files")
     if found.compacted is not None:
         _say(f"compacted: {_compacted(found.compacted)} before these events")

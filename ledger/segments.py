@@ -86,6 +86,17 @@ def all_files(folder: Path) -> list[Segment]:
 def current_files(folder: Path) -> list[Segment]:
     """The files that make up the journal, in order. Raises JournalCorrupt when one is missing between two others."""
     files = all_files(folder)
+    while True:
+        try:
+            return _current(folder, files)
+        except JournalCorrupt:
+            before, files = files, all_files(folder)
+            if files == before:
+                raise
+            # The folder was listed while a compaction replaced files.
+
+
+def _current(folder: Path, files: list[Segment]) -> list[Segment]:
     start = max((i for i, segment in enumerate(files) if segment.compacted), default=0)
     current = files[start:]
     expected = current[0].number if current and current[0].compacted else 1

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from ledger.__main__ import main
-from ledger.errors import CallFailedError
+from ledger.audit import Audit, audit
+from ledger.errors import CallFailedError, JournalMoved
 from ledger.events import CheckpointMarked, Event, MemoryLog
 from ledger.ledger import Ledger
 from ledger.lineage import fingerprint
@@ -211,6 +212,17 @@ def test_a_compacted_run_says_what_is_no_longer_there(tmp_path: Path, capsys: py
     assert out.endswith("sound\n")
     out, _ = run("show", tmp_path, capsys=capsys)
     assert "g3.0" in out
+
+
+def test_a_run_that_is_compacted_meanwhile_is_read_again(
+    journal: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def moved(folder: Path) -> Audit:
+        monkeypatch.setattr("ledger.__main__.audit", audit)
+        raise JournalMoved(segment_path(folder, 1))
+
+    monkeypatch.setattr("ledger.__main__.audit", moved)
+    assert run("verify", journal, capsys=capsys)[0].endswith("sound\n")
 
 
 def test_a_run_that_goes_on_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -159,6 +159,16 @@ async def test_originals_are_not_removed_for_a_compacted_file_that_is_damaged(
     assert all_files(folder) == before
 
 
+def test_a_folder_that_was_listed_in_the_middle_of_a_compaction_is_listed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Listing is not atomic: it can miss the new file and the removed ones."""
+    compact(folder, before=4, keep_bytes=0)
+    listings = [all_files(folder)[1:], all_files(folder)]
+    monkeypatch.setattr("ledger.segments.all_files", lambda _: listings.pop(0))
+    assert current_files(folder)[0].compacted
+
+
 async def test_a_full_disk_leaves_the_journal_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
