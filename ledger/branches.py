@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ledger.links import Link
 from ledger.reasons import Reason, Rejection
 from ledger.receipts import Receipt
-from ledger.verify import StagedRows, VerifiedRow, materialize, plan_chain, plan_row
+from ledger.verify import StagedRows, VerifiedRow, materialize, plan_chain
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,9 @@ def verify_rollout(receipt: Receipt, rows: StagedRows) -> VerifiedRollout | Reje
     """
     if receipt.rejections:
         return receipt.rejections[0]
-    if receipt.chain or not receipt.branches:
-        plan = plan_row(receipt)
-        if isinstance(plan, Rejection):
-            return plan
+    end = receipt.chain[-1].call_id if receipt.chain else None
+    if end != receipt.terminal or not receipt.conversations:
+        return Rejection(Reason.BROKEN_CHAIN, f"the chain does not end in the terminal call {receipt.terminal!r}")
     proven: list[tuple[Sequence[Link], VerifiedRow]] = []
     left_out: list[Rejection] = []
     for chain in receipt.conversations:

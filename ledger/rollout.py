@@ -179,7 +179,11 @@ class Rollout:
     def _admit(self, event: CallAdmitted) -> None:
         self._require_open()
         if self.trajectory == "echo":
-            raise IllegalTransition(f"rollout {self.id!r}", "played without token capture", "given a model call")
+            raise IllegalTransition(
+                f"rollout {self.id!r}",
+                "played without token capture (token_capture.enabled is false)",
+                "given a model call",
+            )
         seq = len(self.calls)
         if event.call_id != ids.call_id(self.id, seq):
             raise IllegalTransition(f"call {event.call_id!r}", f"not the next of rollout {self.id!r}", "admitted")

@@ -113,9 +113,7 @@ async def test_on_policy_nothing_is_generated_while_training(config: dict[str, A
     assert conserved(run.summary())
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), LONG(signal.SIGTERM, 143)]
-)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), LONG(signal.SIGTERM, 143)])
 async def test_a_signal_stops_at_a_checkpoint_that_the_next_run_continues(
     config: dict[str, Any], folder: Path, signum: signal.Signals, code: int
 ) -> None:
