@@ -38,6 +38,8 @@ _CACHED_TOKENS = 8_000_000
 """Bound of the prefix cache: 64 MB of token ids."""
 _INLINE_TOKENS = 50_000
 """Packing and hashing up to this many tokens takes up to 3 ms and is done on the loop."""
+_PIECE_TOKENS = 16_384
+"""Packing so many takes 0.3 ms."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,13 @@ def _delta(carry: list[int], generation: Generation) -> TokenDelta:
     versions[: len(carry)] = _first_version(generation.weight_spans)
     for span in generation.weight_spans:
         versions[len(carry) + span.start : len(carry) + span.end] = span.version
-    return TokenDelta(np.array([*carry, *generation.token_ids], np.int64), mask, logprobs, versions)
+    token_ids = np.empty(n, np.int64)
+    # Converting a list keeps all threads from running: in pieces, the loop has its turn in between.
+    for i in range(0, len(carry), _PIECE_TOKENS):
+        piece = carry[i : i + _PIECE_TOKENS]
+        token_ids[i : i + len(piece)] = piece
+    token_ids[len(carry) :] = generation.token_ids
+    return TokenDelta(token_ids, mask, logprobs, versions)
 
 
 def _first_version(spans: tuple[WeightSpan, ...]) -> int:
