@@ -101,7 +101,6 @@ class TrainPump:
             phases: dict[str, float] = {}
             await self._checkpoint_when_due(phases)
             with self._phase("wait_rollouts", "waiting for a step's groups", phases):
-                await self._evict()
                 groups = await self._next_groups()
             if not groups:
                 return
@@ -119,8 +118,18 @@ class TrainPump:
             await self._plane.clear(TRAIN, [key for e in entries for s in e.samples for key in s.keys])
 
     async def _next_groups(self) -> list[GroupEntry]:
-        await self._buffer.wait_until(lambda: self._sampler.select(self._state.view()) is not None)
-        return self._buffer.select(self._sampler.select(self._state.view()) or [])
+        """A step's groups. What becomes ready too late is evicted at once: it would keep others from being dispatched."""
+
+        def decided() -> bool:
+            view = self._state.view()
+            return bool(self._sampler.evict(view)) or self._sampler.select(view) is not None
+
+        while True:
+            await self._buffer.wait_until(decided)
+            await self._evict()
+            chosen = self._sampler.select(self._state.view())
+            if chosen is not None:
+                return self._buffer.select(chosen)
 
     async def _step(self, groups: list[GroupEntry], phases: dict[str, float]) -> None:
         done = TrainedStep(self._state.step, groups, self._with_advantages(groups), phases)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from controller.buffer import GroupEntry, GroupState
@@ -63,12 +63,12 @@ class SimulatedRun:
         return True
 
     def train(self) -> bool:
-        for gid in self.sampler.evict(self.view()):
-            self.live = [e for e in self.live if e.group_id != gid]
-            self.evicted += 1
+        evicted = self.sampler.evict(self.view())
+        self.live = [e for e in self.live if e.group_id not in evicted]
+        self.evicted += len(evicted)
         chosen = self.sampler.select(self.view())
         if not chosen:
-            return False
+            return bool(evicted)
         batch = [e for e in self.live if e.group_id in chosen]
         for entry in batch:
             assert entry.state is GroupState.READY
@@ -101,6 +101,7 @@ samplers = st.one_of(
 
 
 @given(samplers, st.integers(0, 10**6), st.sampled_from([0.0, 0.2]))
+@example(Windowed(2, 1, 1.25), 170, 0.0)  # a surplus group that becomes ready when it is too old already
 @settings(max_examples=200, deadline=None)
 def test_every_step_trains_a_full_batch_within_the_staleness_bound(
     sampler: Sampler, seed: int, drop_rate: float
