@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -146,6 +147,8 @@ async def gate(engine_path: str, folder: str) -> None:
     async with anyio.create_task_group() as tasks:
         await tasks.start(server.serve, listener)
         keys = {rollout_id: server.api_key(rollout_id) for rollout_id in rollouts}
+        gc.collect()
+        gc.freeze()
         say({"port": port, "keys": keys})
         await anyio.sleep_forever()
 

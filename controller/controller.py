@@ -40,6 +40,7 @@ from controller.threads import in_thread
 from controller.watchdog import RunStalled
 from controller.wind_down import Status, WindDown
 from workers.environments.base import Environment, Prompt
+from workers.environments.offload import stop_idle_workers
 from workers.environments.registry import make_environment
 from workers.open_files import allow_many_connections
 
@@ -215,6 +216,7 @@ class Controller:
         if resumed is not None:
             doing(f"bringing the engines to weight version {resumed.step}")
             await self._run.weight_sync.sync(resumed.step)
+        stack.push_async_callback(stop_idle_workers)
         _quiet_interpreter(stack)
         self._tasks: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
         doing(None)

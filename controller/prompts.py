@@ -65,7 +65,7 @@ class PromptSource:
             if not isinstance(prompt, Prompt):  # pyright: ignore[reportUnnecessaryIsInstance]  # user code
                 raise PromptError(
                     f"prompt number {self.drawn} is {prompt!r} of type {type(prompt).__name__}; "
-                    "an environment's prompts() must yield workers.environments.Prompt"
+                    "an environment's prompts() must yield controller.Prompt objects"
                 )
             if self.drawn > self._skip:
                 self._held.append(prompt)

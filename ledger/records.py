@@ -50,7 +50,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
 
 
-class WeightSpan(Struct, frozen=True, array_like=True):
+class WeightSpan(Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) of a call's generated tokens were sampled under weight `version`."""
 
     version: int
@@ -58,7 +58,7 @@ class WeightSpan(Struct, frozen=True, array_like=True):
     end: int
 
 
-class Routes(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Routes(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, gc=False):
     """What a call's staged `routed_experts` must be: int16 [delta_len, layers * topk], -1 where the engine knew no route."""
 
     layers: int
@@ -67,7 +67,7 @@ class Routes(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """SHA-256 in hex of the column's little-endian bytes."""
 
 
-class ParentCoords(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ParentCoords(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, gc=False):
     """The committed call that a new call continues: where its tokens are, and what they must hash to."""
 
     call_id: str
@@ -96,7 +96,7 @@ class CallRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     parent: ParentCoords | None = None
 
 
-class CallCoords(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CallCoords(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, gc=False):
     """Where a call's token delta was staged, and the digests that prove it (layout: `ledger.digests`)."""
 
     call_id: str

@@ -6,8 +6,9 @@ call      admitted -> committed | failed,   admitted -> aborted when the rollout
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from ledger import ids
 from ledger.errors import BrokenChain, IllegalTransition, RolloutClosed, UnknownCall
@@ -46,8 +47,9 @@ class CallState(StrEnum):
     ABORTED = "aborted"
 
 
-@dataclass(slots=True)
-class Call:
+class Call(Struct, kw_only=True, gc=False):
+    # Out of the collector's sight, with all that it holds: there is no cycle in it, and a pass over the calls of all open
+    # rollouts would hold the loop for tens of milliseconds.
     id: str
     seq: int
     parent: Call | None
@@ -96,7 +98,7 @@ class Rollout:
         """Number of events."""
         self._head = next_head(GENESIS, opened)
         self._by_id: dict[str, Call] = {}
-        self._by_conversation: dict[str, list[Call]] = {}
+        self._by_conversation: dict[str, tuple[Call, ...]] = {}
 
     @property
     def head(self) -> str:
@@ -131,7 +133,7 @@ class Rollout:
             return Lineage.ROOT, None
         if fingerprint.history_messages == fingerprint.messages:
             return Lineage.FORK, None  # It ends in an assistant message: there is no next turn to bridge to.
-        candidates = self._by_conversation.get(fingerprint.history, [])
+        candidates = self._by_conversation.get(fingerprint.history, ())
         if not candidates:
             return Lineage.FORK, None
         if len({call.committed.cumulative_hash for call in candidates}) > 1:
@@ -206,7 +208,7 @@ class Rollout:
         call.state = CallState.COMMITTED
         call.coords = event.coords
         call.finish_reason = event.finish_reason
-        self._by_conversation.setdefault(event.conversation, []).append(call)
+        self._by_conversation[event.conversation] = (*self._by_conversation.get(event.conversation, ()), call)
 
     def _fail(self, event: CallFailed) -> None:
         call = self._admitted(event.call_id, "failed")

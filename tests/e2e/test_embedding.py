@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from controller import Config, Controller, Prompt, RolloutContext, RolloutResult
 from tests.e2e.running import conserved
+from workers.environments.offload import offload
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +31,7 @@ class Echo:
 
     async def rollout(self, ctx: RolloutContext, prompt: Prompt) -> RolloutResult:
         answer = await ctx.chat([{"role": "user", "content": prompt.data}])
-        return RolloutResult(reward=float(len(answer.text)))
+        return RolloutResult(reward=float(await offload(len, answer.text, timeout_s=60)))
 
 
 def own_prompts() -> Iterator[Prompt]:
@@ -61,6 +63,8 @@ def test_steps_come_one_by_one_under_plain_asyncio(config: dict[str, Any], tmp_p
                 await c.run()
         assert c.summary is not None
         assert c.summary.status == "finished"
+
+        assert multiprocessing.active_children() == [], "scoring processes are kept no longer than the run"
 
     asyncio.run(asyncio.wait_for(program(), HANG_GUARD_S))
     assert conserved(summary_of(tmp_path))

@@ -210,6 +210,26 @@ if __name__ == "__main__":
 """
 
 
+# Handles Ctrl-C as the controller does. Without a handler of the loop's own, a signal that comes just before the loop waits
+# is seen only when the loop wakes up next.
+INTERRUPTIBLE = """
+import signal, sys, anyio
+from tests.workers.environments.test_offload import spin
+from workers.environments.offload import offload
+
+async def main():
+    async with anyio.create_task_group() as tg:
+        with anyio.open_signal_receiver(signal.SIGINT) as signals:
+            tg.start_soon(lambda: offload(spin, sys.argv[1], timeout_s=float(sys.argv[2])))
+            async for _ in signals:
+                tg.cancel_scope.cancel()
+    print("interrupted", file=sys.stderr)
+
+if __name__ == "__main__":
+    anyio.run(main)
+"""
+
+
 def program(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], cwd=Path(__file__).parents[3])
 
@@ -231,7 +251,7 @@ async def test_a_program_that_is_killed_leaves_a_runaway_function_no_longer_than
 
 def test_ctrl_c_ends_a_program_and_its_workers_without_noise(tmp_path: Path) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "pid"), "60"],
+        [sys.executable, "-c", INTERRUPTIBLE, str(tmp_path / "pid"), "60"],
         cwd=Path(__file__).parents[3],
         start_new_session=True,
         stderr=subprocess.PIPE,
@@ -246,5 +266,4 @@ def test_ctrl_c_ends_a_program_and_its_workers_without_noise(tmp_path: Path) -> 
     finally:
         parent.kill()
     wait_until_gone(int((tmp_path / "pid").read_text()))
-    assert b"KeyboardInterrupt" in stderr
-    assert b"_serve" not in stderr, "the worker printed a traceback of its own"
+    assert stderr == b"interrupted\n", "the worker printed a traceback of its own"
