@@ -18,7 +18,7 @@ from dataplane.codec import ROW_ID, pack, unpack
 from dataplane.errors import BadRow, DataPlaneError, DataPlaneTimeout, RowExists, RowGone, RowMismatch
 from dataplane.plane import Column, Row
 from dataplane.rows import check_rows, dtype_problem
-from dataplane.store import NoAnswer, SimpleStore, Vanished
+from dataplane.store import NoAnswer, Store, Vanished
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ ROLLBACK_TIMEOUT_S = 10.0
 class RowStore:
     """The operations of `DataPlane` without their deadlines and their order, which are the plane's."""
 
-    def __init__(self, store: SimpleStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     async def put(self, partition: str, rows: Mapping[str, Row]) -> None:

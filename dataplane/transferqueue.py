@@ -19,8 +19,9 @@ from dataplane.plane import Column, Row
 from dataplane.private_loop import PrivateLoop
 from dataplane.row_store import RowStore
 from dataplane.scheduler import Scheduler
+from dataplane.simple_store import SimpleStore
 from dataplane.spec import PlaneSpec
-from dataplane.store import SimpleStore
+from dataplane.store import Store
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class TransferQueuePlane:
         self._private = private
         self._scheduler = Scheduler(private)
         self._timeout = timeout
-        self._store: SimpleStore | None = None
+        self._store: Store | None = None
         self._rows: RowStore
         self._pid = os.getpid()
         self._closed = False

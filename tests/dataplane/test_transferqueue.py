@@ -18,8 +18,8 @@ import ray
 from dataplane.codec import pack
 from dataplane.errors import DataPlaneDown, DataPlaneError, RowExists, RowGone, RowMismatch
 from dataplane.servers import LocalServers
+from dataplane.simple_store import SimpleStore
 from dataplane.spec import PlaneSpec, connect
-from dataplane.store import SimpleStore
 from dataplane.transferqueue import TransferQueuePlane
 from tests.dataplane.conformance import row, values
 
