@@ -19,9 +19,9 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import anyio
 import msgspec
@@ -32,6 +32,8 @@ from workers.environments.offload import WorkerDied, offload
 from workers.environments.program import OutputTooLarge, run_program
 
 logger = logging.getLogger(__name__)
+
+_Source: TypeAlias = Path | Callable[[int], Iterator[Prompt]]
 
 _MAX_OUTPUT_BYTES = 4 * 2**20
 _SHOWN = 2000
@@ -59,6 +61,7 @@ class AgentProcess:
 
     `prompts`: a file of JSON lines, each a prompt, or `module:function`, which is given the seed and yields `Prompt`s.
     `shuffle` and `repeat` are for a file: each pass in an order of its own, which follows from the seed, and endlessly.
+    `held_out_prompts`: likewise, those that an evaluation asks, each once.
     `prompt_as`: how the agent gets its prompt; as JSON, unless it is text.
     `scorer`: `module:function`, given the prompt's data and all that the agent printed. It returns a reward, or a mapping
     with `reward` and `metrics`, and runs in a process of its own for at most `score_timeout_s`.
@@ -75,6 +78,7 @@ class AgentProcess:
         prompts: str,
         shuffle: bool = True,
         repeat: bool = True,
+        held_out_prompts: str | None = None,
         prompt_as: Literal["stdin", "argument"] = "stdin",
         scorer: str | None = None,
         score_timeout_s: float = 30.0,
@@ -84,7 +88,8 @@ class AgentProcess:
         max_failures_in_a_row: int = 16,
     ) -> None:
         self._command = _resolved(command)
-        self._source = _prompt_source(prompts)
+        self._source = _prompt_source(prompts, "prompts")
+        self._held_out = None if held_out_prompts is None else _prompt_source(held_out_prompts, "held_out_prompts")
         self._shuffle = shuffle
         self._repeat = repeat
         self._prompt_as: Literal["stdin", "argument"] = prompt_as
@@ -101,12 +106,22 @@ class AgentProcess:
         self._failures_in_a_row = 0
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
-        if not isinstance(self._source, Path):
-            yield from self._source(seed)
+        return self._drawn(self._source, seed, itertools.count() if self._repeat else range(1))
+
+    def held_out(self, seed: int) -> Iterator[Prompt]:
+        if self._held_out is None:
+            raise ValueError(
+                "held_out_prompts: is null, so that there is nothing to ask; name a file or module:function"
+            )
+        return self._drawn(self._held_out, seed, range(1))
+
+    def _drawn(self, source: _Source, seed: int, passes: Iterable[int]) -> Iterator[Prompt]:
+        if not isinstance(source, Path):
+            yield from source(seed)
             return
-        listed = _read_prompts(self._source)
+        listed = _read_prompts(source)
         rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
-        for number in itertools.count() if self._repeat else range(1):
+        for number in passes:
             if self._shuffle:
                 rng.shuffle(listed)
             for name, data in listed:
@@ -185,14 +200,17 @@ def _resolved(command: list[str]) -> list[str]:
     return [found, *arguments]
 
 
-def _prompt_source(prompts: str) -> Path | Callable[[int], Iterator[Prompt]]:
+def _prompt_source(prompts: str, argument: str) -> _Source:
     path = Path(prompts)
     if path.is_file():
-        _read_prompts(path)
+        try:
+            _read_prompts(path)
+        except ValueError as error:
+            raise ValueError(f"{argument}: {error}") from error
         return path
     if ":" in prompts and "/" not in prompts:
-        return _function(prompts, "prompts")
-    raise ValueError(f"prompts: there is no file {prompts!r}, and it is no module:function")
+        return _function(prompts, argument)
+    raise ValueError(f"{argument}: there is no file {prompts!r}, and it is no module:function")
 
 
 def _read_prompts(path: Path) -> list[tuple[str, Any]]:
@@ -205,12 +223,12 @@ def _read_prompts(path: Path) -> list[tuple[str, Any]]:
             try:
                 data: Any = msgspec.json.decode(line)
             except msgspec.DecodeError as error:
-                raise ValueError(f"prompts: {path} line {number}: {error}") from error
+                raise ValueError(f"{path} line {number}: {error}") from error
             listed.append((_name(data) or f"{path.stem}-{number}", data))
     if not listed:
-        raise ValueError(f"prompts: {path} is empty")
+        raise ValueError(f"{path} is empty")
     if len({name for name, _ in listed}) < len(listed):
-        raise ValueError(f"prompts: {path}: two prompts have the same id")
+        raise ValueError(f"{path}: two prompts have the same id")
     return listed
 
 

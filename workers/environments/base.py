@@ -92,7 +92,7 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
 
 class Environment(Protocol):
     """An environment runs in the controller's loop: `rollout` must not block (give CPU-heavy scoring to
-    `workers.environments.offload`)."""
+    `workers.environments.offload`). One that offers an evaluation is an `Evaluable` too."""
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
         """The run's prompts, in order; the same seed gives the same sequence (a resume skips what was consumed).
@@ -103,4 +103,15 @@ class Environment(Protocol):
 
     async def rollout(self, ctx: RolloutContext, prompt: Prompt) -> RolloutResult:
         """Play one rollout of `prompt` and score it. The reward must be finite."""
+        ...
+
+
+class Evaluable(Protocol):
+    """What an environment needs beside, to be evaluated during a run (`evaluation.questions`)."""
+
+    def held_out(self, seed: int) -> Iterator[Prompt]:
+        """Distinct prompts that `prompts` never yields, whatever its seed; the same seed gives the same sequence.
+
+        They are drawn in a thread before the run starts. Raises ValueError, saying what to set, when none are set aside.
+        """
         ...

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import count
+from itertools import count, islice
 from typing import Any, Literal
 
 from workers.environments.base import Prompt, RolloutContext, RolloutResult
+from workers.environments.held_out import Split
 from workers.environments.offload import WorkerDied, offload
 
 AnswerFormat = Literal["text", "last_number", "tag"]
@@ -29,9 +30,12 @@ class ReasoningGym:
 
     `task`: a name of reasoning-gym's gallery. `size`: prompts in all; None is endless. `task_args`: fields of the task's
     config. `answer`: what of a completion is scored: all of its text, its last number, or what stands between the last
-    `<answer>` and `</answer>` (which `system_prompt` should then ask for). `score_timeout_s`: after it, scoring is given up.
+    `<answer>` and `</answer>` (which `system_prompt` should then ask for). `score_truncated`: whether an answer that was cut
+    at a length limit has anything to score. `reward`: the task's score, which may give partial credit, or 1 for a full
+    score and else 0. `score_timeout_s`: after it, scoring is given up. `held_out_share`: of all questions that the task can
+    ask, how many are set aside for evaluation.
 
-    The reward is the task's score, or 0 when there is nothing to score. Metrics: `exact` (the score is 1), `unscored` (the
+    The reward is 0 when there is nothing to score. Metrics: `exact` (the score is 1), `unscored` (the
     scorer failed on this answer or took too long; the reward is 0).
 
     A prompt names an entry of the data set and does not hold its solution: the scoring process generates the entry again.
@@ -45,7 +49,10 @@ class ReasoningGym:
         task_args: Mapping[str, Any] | None = None,
         system_prompt: str | None = None,
         answer: AnswerFormat = "text",
+        score_truncated: bool = True,
+        reward: Literal["score", "exact"] = "score",
         score_timeout_s: float = 30.0,
+        held_out_share: float = 0.0,
     ) -> None:
         if size is not None and size < 1:
             raise ValueError(f"size: at least 1 prompt, or null for an endless number; got {size}")
@@ -56,10 +63,19 @@ class ReasoningGym:
         self._size = size
         self._system_prompt = system_prompt
         self._answer: AnswerFormat = answer
+        self._score_truncated = score_truncated
+        self._exact_only = reward == "exact"
         self._score_timeout_s = score_timeout_s
+        self._split = Split(held_out_share)
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
-        for index in count() if self._size is None else range(self._size):
+        return islice(self._split.trained(self._all(seed), _question), self._size)
+
+    def held_out(self, seed: int) -> Iterator[Prompt]:
+        return self._split.held_out(self._all(seed), _question)
+
+    def _all(self, seed: int) -> Iterator[Prompt]:
+        for index in count():
             _, entry = _draw(self._task, seed, index)
             yield Prompt(
                 id=f"{self._task.name}-{seed}-{index}",
@@ -67,14 +83,18 @@ class ReasoningGym:
             )
 
     async def rollout(self, ctx: RolloutContext, prompt: Prompt) -> RolloutResult:
-        messages = [{"role": "user", "content": prompt.data["question"]}]
+        messages = [{"role": "user", "content": _question(prompt)}]
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         completion = await ctx.chat(messages)
         answer = extract_answer(completion.text, self._answer)
+        if completion.finish_reason == "length" and not self._score_truncated:
+            answer = None
         score = 0.0 if answer is None else await self._score(prompt, answer)
+        exact = float(score == 1.0)
         return RolloutResult(
-            reward=score or 0.0, metrics={"exact": float(score == 1.0), "unscored": float(score is None)}
+            reward=exact if self._exact_only else score or 0.0,
+            metrics={"exact": exact, "unscored": float(score is None)},
         )
 
     async def _score(self, prompt: Prompt, answer: str) -> float | None:
@@ -85,6 +105,10 @@ class ReasoningGym:
             return await offload(_score, *call, timeout_s=self._score_timeout_s)
         except (TimeoutError, WorkerDied):
             return None
+
+
+def _question(prompt: Prompt) -> str:
+    return prompt.data["question"]
 
 
 def extract_answer(text: str, form: AnswerFormat) -> str | None:
