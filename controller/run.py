@@ -20,6 +20,7 @@ from controller.gateway import Listener
 from controller.generation_pool import GenerationPool
 from controller.machinery import Machinery
 from controller.observer import Observer
+from controller.player import Player
 from controller.prompts import PromptSource
 from controller.records import FinalizationRequest
 from controller.reporting.frame import ProgressSnapshot
@@ -121,20 +122,18 @@ class Run:
             max_dropped_in_a_row=config.finalizer.max_dropped_in_a_row,
             warn=observer.progress.warning,
         )
+        self._player = self._player_with(environment, self._sampling)
         self._rollouts = RolloutPump(
             config=config.rollout,
-            environment=environment,
+            player=self._player,
             prompts=prompts,
             buffer=self.buffer,
             state=self.state,
             sampler=sampler,
             ledger=self.ledger,
             finalize=send,
-            make_context=self._context,
-            forget=self._forget,
             activities=self.activities,
             first_group=self._first_group,
-            echo=not capture.enabled,
         )
         self._training = TrainPump(
             training=config.training,
@@ -227,7 +226,7 @@ class Run:
         held = "; dispatch is held" if self.state.dispatch_held else ""
         return (
             f"step {self.state.step} of {self.state.last_step}, weight version {self.state.version}{held}; "
-            f"groups: {groups}; {self.pool.outstanding} model calls in flight, {self._rollouts.playing} rollouts playing"
+            f"groups: {groups}; {self.pool.outstanding} model calls in flight, {self._player.playing} rollouts playing"
         )
 
     def snapshot(self) -> ProgressSnapshot:
@@ -240,7 +239,7 @@ class Run:
             activity_since=time.monotonic() if activity is None else activity.since,
             rollouts={
                 "generating": calls,
-                "scoring": self._rollouts.playing - calls,
+                "scoring": self._player.playing - calls,
                 "finalizing": counts.get(GroupState.FINALIZING, 0) * self._config.rollout.group_size,
             },
             buffer=counts,
@@ -259,13 +258,23 @@ class Run:
             seed=self._config.run.seed,
         )
 
-    def _context(self, rollout_id: str) -> InLoopContext:
-        return InLoopContext(
-            rollout_id,
-            gate=self._gate,
-            sampling=self._sampling,
-            base_url=self.gate_server.base_url(rollout_id),
-            api_key=self.gate_server.api_key(rollout_id),
+    def _player_with(self, environment: Environment, sampling: Sampling) -> Player:
+        def context(rollout_id: str) -> InLoopContext:
+            return InLoopContext(
+                rollout_id,
+                gate=self._gate,
+                sampling=sampling,
+                base_url=self.gate_server.base_url(rollout_id),
+                api_key=self.gate_server.api_key(rollout_id),
+            )
+
+        return Player(
+            environment=environment,
+            ledger=self.ledger,
+            make_context=context,
+            forget=self._forget,
+            timeout_s=self._config.rollout.timeout_s,
+            echo=not self._config.token_capture.enabled,
         )
 
     def _echo_limits(self) -> EchoLimits:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from controller.config.schema import RolloutConfig
+from controller.player import Player, RolloutError
 from controller.records import PromptGroup
-from controller.rollout_pump import RolloutError, RolloutPump
 from ledger.events import MemoryLog, TerminalWitnessed
 from ledger.ledger import Ledger
 from tests.custody.test_echo import GOOD
@@ -35,24 +34,17 @@ async def play(result: Any, *, echo: bool) -> tuple[Any, MemoryLog]:
     log = MemoryLog()
     ledger = Ledger(log, trajectory="echo" if echo else "terminal")
     await ledger.dispatched("g", "p", ["g.0"], 0)
-    unused: Any = None
     environment: Any = Returns(result)
     context: Any = Context()
-    pump = RolloutPump(
-        config=RolloutConfig(),
+    player = Player(
         environment=environment,
-        prompts=unused,
-        buffer=unused,
-        state=unused,
-        sampler=unused,
         ledger=ledger,
-        finalize=unused,
         make_context=lambda _: context,
         forget=lambda _: None,
-        activities=unused,
+        timeout_s=60.0,
         echo=echo,
     )
-    return await pump._play(GROUP, "g.0"), log
+    return await player.play(GROUP, "g.0"), log
 
 
 async def test_echoed_tokens_are_handed_on():
