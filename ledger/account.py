@@ -26,6 +26,7 @@ from ledger.events import (
     GroupEvent,
     GroupEvicted,
     GroupTrained,
+    RolloutReplaced,
 )
 
 
@@ -62,10 +63,12 @@ class Stage(StrEnum):
     VERIFIED = "verified"
     REJECTED = "rejected"
     ABORTED = "aborted"
+    REPLACED = "replaced"
+    """Aborted, and another was dispatched in its place."""
 
     @property
     def finished(self) -> bool:
-        return self in (Stage.VERIFIED, Stage.REJECTED, Stage.ABORTED)
+        return self not in (Stage.EXPECTED, Stage.RUNNING)
 
 
 @dataclass(slots=True)
@@ -111,6 +114,8 @@ class Groups:
         match event:
             case GroupDispatched():
                 self._dispatch(event)
+            case RolloutReplaced():
+                self._replace(event)
             case GroupCommitted():
                 group = self._group(event.group_id)
                 unfinished = [r for r, stage in group.stages.items() if not stage.finished]
@@ -170,6 +175,18 @@ class Groups:
         self._dispatched += len(event.rollout_ids)
         self.last = event.group_id
 
+    def _replace(self, event: RolloutReplaced) -> None:
+        group = self._group(event.group_id)
+        stage = group.stages.get(event.rollout_id)
+        if stage is not Stage.ABORTED or group.committed:
+            state = "of a committed group" if group.committed else stage or f"not of group {event.group_id!r}"
+            raise IllegalTransition(f"rollout {event.rollout_id!r}", state, "replaced")
+        if event.by in self._group_of:
+            raise IllegalTransition(f"rollout {event.by!r}", "live", "dispatched again")
+        group.stages |= {event.rollout_id: Stage.REPLACED, event.by: Stage.EXPECTED}
+        self._group_of[event.by] = event.group_id
+        self._dispatched += 1
+
     def _train(self, event: GroupTrained) -> None:
         group = self._endable(event)
         if not group.committed:
@@ -178,7 +195,7 @@ class Groups:
         stages = list(group.stages.values())
         self._ends[GroupTrained] += stages.count(Stage.VERIFIED)
         self._ends[GroupDropped] += stages.count(Stage.REJECTED)
-        self._ends[GroupAborted] += stages.count(Stage.ABORTED)
+        self._ends[GroupAborted] += stages.count(Stage.ABORTED) + stages.count(Stage.REPLACED)
 
     def _endable(self, event: GroupEnd) -> _Group:
         group = self._group(event.group_id)

@@ -127,6 +127,15 @@ class GroupDispatched(_Event, frozen=True, kw_only=True):
     """Weight version served at dispatch."""
 
 
+class RolloutReplaced(_Event, frozen=True, kw_only=True):
+    """A rollout of the group was lost, through no fault of its own, and aborted; another one is dispatched in its place."""
+
+    group_id: str
+    rollout_id: str
+    by: str
+    """The new rollout's id."""
+
+
 class GroupCommitted(_Event, frozen=True, kw_only=True):
     """All rollouts are finished and the verified rows published: the group is ready for training."""
 
@@ -184,7 +193,7 @@ RolloutEvent = (
     RolloutOpened | CallEvent | TerminalDeclared | TerminalWitnessed | RolloutSealed | RolloutFinalized | RolloutAborted
 )
 GroupEnd = GroupTrained | GroupDropped | GroupEvicted | GroupAborted
-GroupEvent = GroupDispatched | GroupCommitted | GroupEnd
+GroupEvent = GroupDispatched | RolloutReplaced | GroupCommitted | GroupEnd
 Event = RolloutEvent | GroupEvent | CheckpointMarked | RunResumed | Compacted
 
 # Deterministic: fields are written in the order of the struct, and no event holds a dict or a set.

@@ -36,6 +36,7 @@ from ledger.events import (
     RolloutAborted,
     RolloutFinalized,
     RolloutOpened,
+    RolloutReplaced,
     RolloutSealed,
     RunResumed,
     TerminalDeclared,
@@ -228,6 +229,14 @@ class Ledger:
         await self._record(
             GroupDispatched(group_id=group_id, prompt_id=prompt_id, rollout_ids=tuple(rollout_ids), version=version)
         )
+
+    async def replaced(self, group_id: str, rollout_id: str, by: str) -> None:
+        """The group's rollout, which was aborted, is to be played again, as rollout `by`; once for each rollout.
+
+        Raises IllegalTransition for a rollout that is not aborted, or a new id that is in use.
+        """
+        ids.check_rollout_id(by)
+        await self._record(RolloutReplaced(group_id=group_id, rollout_id=rollout_id, by=by))
 
     async def committed(self, group_id: str) -> None:
         """The group is ready: all of its rollouts are finished, the rows of the verified ones published."""

@@ -12,6 +12,7 @@ from ledger.events import (
     GroupEnd,
     GroupEvent,
     MemoryLog,
+    RolloutReplaced,
     RunResumed,
 )
 from ledger.ledger import Ledger
@@ -35,6 +36,8 @@ class Replay:
             case GroupDispatched():
                 self._live[event.group_id] = []
                 self._group_of.update(dict.fromkeys(event.rollout_ids, event.group_id))
+            case RolloutReplaced():
+                self._group_of[event.by] = event.group_id
             case _:
                 pass
         group_id = event.group_id if isinstance(event, GroupEvent) else self._group_of[event.rollout_id]
@@ -57,4 +60,6 @@ class Replay:
             if isinstance(event, GroupDispatched):
                 for rollout_id in event.rollout_ids:
                     del self._group_of[rollout_id]
+            elif isinstance(event, RolloutReplaced):
+                del self._group_of[event.by]
         return events

@@ -36,7 +36,7 @@ def block(story: RolloutStory) -> str:
         ("terminal", _terminal(story)),
         *(("branch", " > ".join(map(_seq, chain))) for chain in story.branches),
         ("verdict", _verdict(story)),
-        ("became", _fate(story.fate)),
+        ("became", _became(story)),
         ("record", f"{story.events} events, head {story.head}" if story.events else "no events"),
     ]
     return "\n".join([f"rollout {clean(story.rollout_id)}", *(f"  {name:<10}  {text}" for name, text in rows)])
@@ -62,7 +62,7 @@ def table(stories: Iterable[RolloutStory]) -> Iterator[str]:
             str(story.generated_tokens),
             _versions([s for c in story.calls for s in c.weight_spans]),
             str(story.reason or story.state),
-            _fate(story.fate),
+            _became(story),
         )
         yield _line(cells, widths)
     yield ""
@@ -114,6 +114,11 @@ def _verdict(story: RolloutStory) -> str:
         return f"aborted: {clean(story.detail)}"
     detail = "" if story.detail in ("", story.meaning) else f": {clean(story.detail)}"
     return f"rejected: {story.reason} ({story.meaning}){detail}"
+
+
+def _became(story: RolloutStory) -> str:
+    again = "" if story.replaced_by is None else f"; played again as {story.replaced_by}"
+    return _fate(story.fate) + again
 
 
 def _fate(fate: Fate) -> str:

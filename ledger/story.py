@@ -24,6 +24,7 @@ from ledger.events import (
     RolloutAborted,
     RolloutEvent,
     RolloutFinalized,
+    RolloutReplaced,
     RolloutSealed,
     TerminalDeclared,
     TerminalWitnessed,
@@ -90,6 +91,8 @@ class RolloutStory(Struct, kw_only=True):
     """Number of the rollout's events, and their hash chain's head."""
     head: str = ""
     fate: Fate = Fate(end="live")
+    replaced_by: str | None = None
+    """The rollout that was played in its place."""
 
     @property
     def generated_tokens(self) -> int:
@@ -118,10 +121,12 @@ def _stories(group: Sequence[Event], resumed: Sequence[int]) -> Iterator[Rollout
     end = rest[-1] if rest and isinstance(rest[-1], GroupEnd) else None
     undone = next((s for s in resumed if isinstance(end, GroupTrained) and end.step >= s), None)
     committed = any(isinstance(event, GroupCommitted) for event in rest)
-    for rollout_id in dispatched.rollout_ids:
+    replaced = {event.rollout_id: event.by for event in rest if isinstance(event, RolloutReplaced)}
+    for rollout_id in (*dispatched.rollout_ids, *replaced.values()):
         events = [event for event in rest if isinstance(event, RolloutEvent) and event.rollout_id == rollout_id]
         story = _story(dispatched, rollout_id, events)
         story.fate = _fate(story.state, story.reason or "", committed, end, undone)
+        story.replaced_by = replaced.get(rollout_id)
         yield story
 
 

@@ -48,6 +48,38 @@ async def test_any_other_end_is_the_end_of_all_rollouts(end):
     assert rig.ledger.account == Account(dispatched=3, **{end: 3})
 
 
+async def test_a_lost_rollout_is_played_again_under_a_new_id_and_both_are_accounted_for():
+    rig = Rig()
+    await rig.start("g.0", "g.1", group_id="g")
+    await rig.ledger.abort("g.0", "its worker died")
+    await rig.ledger.replaced("g", "g.0", "g.0r1")
+    assert rig.ledger.account == Account(dispatched=3, live=3)
+    with pytest.raises(IllegalTransition, match="committed"):
+        await rig.ledger.committed("g")
+    await rig.ledger.open("g.0r1", "g")
+    for rollout_id in ("g.0r1", "g.1"):
+        await rig.turns("x", rollout_id=rollout_id)
+        await rig.ledger.finalize(rollout_id, (await rig.sealed(rollout_id)).reason)
+    await rig.ledger.committed("g")
+    await rig.ledger.trained("g", 0)
+    assert rig.ledger.account == Account(dispatched=3, trained=2, aborted=1)
+
+
+async def test_only_an_aborted_rollout_of_a_live_group_is_replaced_and_only_once():
+    rig = Rig()
+    await finished(rig, "g", "va")
+    for rollout_id, by in (("g.0", "x"), ("g.9", "x"), ("g.1", "g.0")):
+        with pytest.raises(IllegalTransition):
+            await rig.ledger.replaced("g", rollout_id, by)
+    await rig.ledger.replaced("g", "g.1", "x")
+    with pytest.raises(IllegalTransition, match="replaced"):
+        await rig.ledger.replaced("g", "g.1", "y")
+    with pytest.raises(RolloutClosed, match="replaced"):
+        rig.ledger.call_count("g.1")
+    with pytest.raises(UnknownGroup):
+        await rig.ledger.replaced("other", "g.1", "z")
+
+
 async def test_a_second_end_is_refused():
     rig = Rig()
     await finished(rig, "g", "v")

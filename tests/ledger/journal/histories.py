@@ -43,6 +43,9 @@ async def _play_rollout(rig: Rig, rollout_id: str, group_id: str, rng: random.Ra
         case 0:
             await rig.turns("a", rollout_id=rollout_id)
             await ledger.abort(rollout_id, "told to")
+            if rng.random() < 0.5:
+                await ledger.replaced(group_id, rollout_id, f"{rollout_id}r1")
+                await _play_rollout(rig, f"{rollout_id}r1", group_id, rng)
             return
         case 1:
             replies = await rig.turns("a", "b", rollout_id=rollout_id)
