@@ -295,7 +295,7 @@ class Run:
             seconds=now - self._step_ended,
             counts=self.totals(),
             buffer=self.buffer,
-            data_plane=self.finalizers.take_timings(),
+            data_plane={**self.finalizers.take_timings(), **self._machinery.plane.take_metrics()},
             custody=self.finalizers.take_counts(),
         )
         self._step_ended = now

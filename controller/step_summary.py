@@ -25,7 +25,8 @@ def summarise(
 ) -> StepReport:
     """`seconds`: wall time since the previous step ended. `counts`: rollouts so far by end.
 
-    `data_plane` and `custody`: seconds per phase of the finalizers, and what they counted, since the previous step.
+    `data_plane`: seconds per phase of the finalizers, and the plane's own metrics; `custody`: what the finalizers counted;
+    all since the previous step.
     """
     samples = [s for entry in done.groups for s in entry.samples]
     trained = [s for s in samples if s.valid]

@@ -1,6 +1,7 @@
 """Rows of numpy columns to and from TransferQueue's batches of jagged torch columns.
 
-Every batch carries a row-identity column: TransferQueue recycles its row numbers, so a row must be able to say whose it is.
+Every batch carries an identity column: TransferQueue recycles its row numbers, so a row must be able to say whose it is, and
+which columns were written with it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataplane.plane import Column, Row
 from dataplane.rows import RESERVED_PREFIX
 
 ROW_ID = f"{RESERVED_PREFIX}row_id"
+"""int64, per row: the row's identity, then that of each of its columns."""
 
 
 def pack(partition: str, rows: Mapping[str, Row]) -> TensorDict:
@@ -29,7 +31,8 @@ def pack(partition: str, rows: Mapping[str, Row]) -> TensorDict:
     """
     names = next(iter(rows.values()))
     columns = {name: _jagged([row[name] for row in rows.values()]) for name in names}
-    columns[ROW_ID] = _jagged([np.array([row_id(partition, key)]) for key in rows])
+    own = [identity(name) for name in names]
+    columns[ROW_ID] = _jagged([np.array([identity(partition, key), *own]) for key in rows])
     return TensorDict(cast("dict[str, Any]", columns), batch_size=len(rows))
 
 
@@ -38,20 +41,25 @@ def unpack(
 ) -> list[dict[str, Column]]:
     """The rows of a batch, in the order of `keys`, each array with memory of its own.
 
-    Raises RowMismatch unless the batch holds exactly these rows, with `columns` in `dtypes`.
+    Raises RowMismatch unless the batch holds exactly these rows, with `columns` in `dtypes`, written together.
     """
     found = {name: _split(partition, keys, name, batch.get(name, None), dtypes[name]) for name in (*columns, ROW_ID)}
-    wrong = [key for key, own in zip(keys, found[ROW_ID], strict=True) if own.tolist() != [row_id(partition, key)]]
-    if wrong:
+    identities = dict(zip(keys, (own.tolist() for own in found[ROW_ID]), strict=True))
+    if wrong := [key for key, own in identities.items() if own[0] != identity(partition, key)]:
         raise RowMismatch("the plane returned another key's row", partition=partition, keys=wrong)
+    wanted = {identity(name) for name in columns}
+    if wrong := [key for key, own in identities.items() if not wanted.issubset(own[1:])]:
+        raise RowMismatch("the plane returned another key's columns with the row's", partition=partition, keys=wrong)
     return [{name: found[name][i] for name in columns} for i in range(len(keys))]
 
 
-def row_id(partition: str, key: str) -> int:
-    """64 bits that identify a row: BLAKE2b of the partition's name (behind its length) and the key."""
-    name = partition.encode()
-    digest = hashlib.blake2b(len(name).to_bytes(8, "big") + name + key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
+def identity(*names: str) -> int:
+    """64 bits that stand for a partition and key, or a column: BLAKE2b of the names, each behind its length."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in names:
+        encoded = name.encode()
+        digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return int.from_bytes(digest.digest(), "big", signed=True)
 
 
 def _jagged(arrays: Sequence[Column]) -> torch.Tensor:

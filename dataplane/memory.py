@@ -48,6 +48,9 @@ class MemoryPlane:
         await self._enter()
         return sorted(key for key in self._partitions.get(partition, {}) if key.startswith(prefix))
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
     async def aclose(self) -> None:
         self._closed = True
 

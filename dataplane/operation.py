@@ -120,6 +120,13 @@ class Operation(Generic[T]):
         except Exception:
             _log.exception("a %s that ended after its deadline could not be undone", self.name)
 
+    def cut(self, error: DataPlaneDown) -> None:
+        """Stop it where it is, with this error. On the private loop."""
+        with self._lock:
+            if self._phase is not Phase.ENDED:
+                self._error = error
+        self.scope.cancel()
+
     def end(self) -> None:
         """Wake the caller: the value or the error is there, or will never be. Last call on the private loop."""
         self._move({Phase.QUEUED, Phase.RUNNING, Phase.ABANDONED}, Phase.ENDED)

@@ -56,6 +56,10 @@ class DataPlane(Protocol):
         """
         ...
 
+    def take_metrics(self) -> Mapping[str, float]:
+        """What this client did since the last call, and how much is unsettled now, by name. For reports; may be empty."""
+        ...
+
     async def aclose(self) -> None:
         """Release this client. The servers, and the rows, stay. Idempotent, bounded."""
         ...

@@ -19,12 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 class PrivateLoop:
-    """Runs tasks for other threads. Tasks must not raise; they end by themselves, or by `aclose`."""
+    """Runs tasks for other threads. They must not raise; they end by themselves, or by `aclose`."""
 
     def __init__(self, name: str) -> None:
         self._ready: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: TaskGroup
+        self._services: TaskGroup
         self._context: contextvars.Context
         self._stop: anyio.Event
         self._grace = 0.0
@@ -50,6 +51,10 @@ class PrivateLoop:
         """Start a task. Only on the loop itself, in a function given to `call`."""
         self._tasks.start_soon(task)
 
+    def spawn_service(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a task that nobody waits for: the close cancels it at once. Only on the loop itself."""
+        self._services.start_soon(task)
+
     async def aclose(self, *, grace: float, limit: float, on_exit: Callable[[], None]) -> None:
         """Let the tasks end for `grace` seconds, cancel the rest, then call `on_exit` on the loop, and end the thread.
 
@@ -67,11 +72,12 @@ class PrivateLoop:
 
     async def _serve(self) -> None:
         self._stop = anyio.Event()
-        async with anyio.create_task_group() as self._tasks:
+        async with anyio.create_task_group() as self._tasks, anyio.create_task_group() as self._services:
             self._context = contextvars.copy_context()
             self._ready.set_result(asyncio.get_running_loop())
             await self._stop.wait()
             self._tasks.cancel_scope.deadline = anyio.current_time() + self._grace
+            self._services.cancel_scope.cancel()
         if self._on_exit is not None:
             self._on_exit()
 

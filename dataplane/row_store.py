@@ -16,6 +16,8 @@ from tensordict import TensorDict
 
 from dataplane.codec import ROW_ID, pack, unpack
 from dataplane.errors import BadRow, DataPlaneError, DataPlaneTimeout, RowExists, RowGone, RowMismatch
+from dataplane.janitor import Debts
+from dataplane.metrics import Metrics
 from dataplane.plane import Column, Row
 from dataplane.rows import check_rows, dtype_problem
 from dataplane.store import NoAnswer, Store, Vanished
@@ -26,19 +28,27 @@ ROLLBACK_TIMEOUT_S = 10.0
 
 
 class RowStore:
-    """The operations of `DataPlane` without their deadlines and their order, which are the plane's."""
+    """The operations of `DataPlane` without their deadlines and their order, which are the plane's.
 
-    def __init__(self, store: Store) -> None:
+    One that fails or is cut short may leave keys occupied that must be free: they are among the `debts` then.
+    """
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self.debts = Debts()
         self._store = store
+        self._metrics = metrics
 
     async def put(self, partition: str, rows: Mapping[str, Row]) -> None:
-        """Write rows, or raise and leave none. DataPlaneTimeout("unknown"), or being cut short, may leave keys occupied."""
+        """Write rows, or raise and leave none. After DataPlaneTimeout("unknown") the keys are owed."""
         keys = list(rows)
         with _typed("put", partition, outcome="none"):
             check_rows(partition, rows)
             if not keys:
                 return
-            batch = pack(partition, rows)
+            if owed := self.debts.among(partition, keys):
+                await self.clear(partition, owed)
+            with self._metrics.timed("encode"):
+                batch = pack(partition, rows)
             present = await self._store.find(partition, keys)
             if present.size:
                 names = await self._store.names(partition, present)
@@ -51,6 +61,9 @@ class RowStore:
                     seconds = ROLLBACK_TIMEOUT_S
                     raise DataPlaneTimeout("put", partition=partition, seconds=seconds, outcome="unknown") from error
                 raise
+            except BaseException:
+                self.debts.add(partition, keys)
+                raise
 
     async def get(self, partition: str, keys: Sequence[str], columns: Sequence[str]) -> list[dict[str, Column]]:
         """Read rows; one that is not wholly written counts as gone."""
@@ -58,6 +71,8 @@ class RowStore:
         if not unique:
             return []
         with _typed("get", partition, outcome="none"):
+            if owed := self.debts.among(partition, unique):
+                raise RowGone("was to be cleared", partition=partition, keys=owed)
             meta = await self._store.find(partition, unique)
             wanted = {*columns, ROW_ID}
             if meta.size != len(unique) or not wanted <= set(meta.field_names):
@@ -68,19 +83,25 @@ class RowStore:
                 message = "cleared while it was being read"
                 raise RowGone(message, partition=partition, keys=unique) from error
             dtypes = {name: meta.field_schema[name]["dtype"] for name in wanted}
-            rows = dict(zip(unique, unpack(partition, unique, columns, batch, dtypes), strict=True))
+            with self._metrics.timed("decode"):
+                rows = dict(zip(unique, unpack(partition, unique, columns, batch, dtypes), strict=True))
         if len(keys) == len(unique):
             return list(rows.values())
         return [{name: column.copy() for name, column in rows[key].items()} for key in keys]
 
     async def clear(self, partition: str, keys: Sequence[str]) -> int:
-        """Free the keys that are occupied, readable or not."""
+        """Free the keys that are occupied, readable or not. When this fails they are owed."""
         if not keys:
             return 0
         with _typed("clear", partition, outcome="unknown"):
-            meta = await self._store.find(partition, keys)
-            if meta.size:
-                await self._store.erase(meta)
+            try:
+                meta = await self._store.find(partition, keys)
+                if meta.size:
+                    await self._store.erase(meta)
+            except BaseException:
+                self.debts.add(partition, keys)
+                raise
+            self.debts.settle(partition, keys)
             return meta.size
 
     async def keys(self, partition: str, prefix: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import anyio
 
+from dataplane.errors import DataPlaneDown
 from dataplane.operation import Footprint, Operation, Phase
 from dataplane.private_loop import PrivateLoop
 
@@ -34,6 +35,7 @@ class Scheduler:
         self._private = private
         self._slots = anyio.Semaphore(MAX_RUNNING)
         self._live: dict[str, dict[Operation[Any], anyio.Event]] = defaultdict(dict)
+        self._down: DataPlaneDown | None = None
 
     async def run(
         self,
@@ -49,6 +51,14 @@ class Scheduler:
         self._private.call(partial(self._admit, operation))
         return await operation.outcome(self._private, timeout)
 
+    def fail(self, error: DataPlaneDown) -> None:
+        """End every operation, and each that is still to come, with this error. On the private loop; the first counts."""
+        if self._down is None:
+            self._down = error
+            for partition in self._live.values():
+                for operation in partition:
+                    operation.cut(_again(error))
+
     @property
     def unsettled(self) -> int:
         """Writes that go on though their callers gave up waiting."""
@@ -59,6 +69,8 @@ class Scheduler:
         live = self._live[operation.footprint.partition]
         earlier = [over for other, over in live.items() if operation.footprint.conflicts_with(other.footprint)]
         live[operation] = anyio.Event()
+        if self._down is not None:
+            operation.cut(_again(self._down))
         self._private.spawn(partial(self._execute, operation, earlier))
 
     async def _execute(self, operation: Operation[Any], earlier: list[anyio.Event]) -> None:
@@ -85,3 +97,8 @@ class Scheduler:
         live.pop(operation).set()
         if not live:
             del self._live[operation.footprint.partition]
+
+
+def _again(error: DataPlaneDown) -> DataPlaneDown:
+    """Each caller gets an error of its own: they would share a traceback."""
+    return DataPlaneDown(str(error))

@@ -1,25 +1,30 @@
 """The data plane on TransferQueue: its native async client, on a loop of its own, with the guarantees of `DataPlane`.
 
 What TransferQueue does not do by itself is done here: a put is written once, verified, and taken back when it fails; a get
-proves that each row is the one asked for; a clear frees rows in any state; a call has a deadline, and one that ran out of
-it is followed to its end before anything else may touch its keys.
+proves that each row is the one asked for; a clear frees rows in any state, and what it could not free is freed later; a call
+has a deadline, and one that ran out of it is followed to its end before anything else may touch its keys; when a server has
+died, every call ends with DataPlaneDown.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import anyio
 
+from dataplane import health
 from dataplane.errors import DataPlaneDown, DataPlaneTimeout
+from dataplane.janitor import Janitor
+from dataplane.metrics import Metrics
 from dataplane.operation import Footprint
 from dataplane.plane import Column, Row
 from dataplane.private_loop import PrivateLoop
 from dataplane.row_store import RowStore
 from dataplane.scheduler import Scheduler
-from dataplane.simple_store import SimpleStore
+from dataplane.simple_store import SimpleStore, describe
 from dataplane.spec import PlaneSpec
 from dataplane.store import Store
 
@@ -41,9 +46,12 @@ class TransferQueuePlane:
     def __init__(self, private: PrivateLoop, timeout: float) -> None:
         self._private = private
         self._scheduler = Scheduler(private)
+        self._metrics = Metrics()
+        self._retries = 0
         self._timeout = timeout
         self._store: Store | None = None
         self._rows: RowStore
+        self._janitor: Janitor
         self._pid = os.getpid()
         self._closed = False
         self._closing = anyio.Lock()
@@ -56,11 +64,20 @@ class TransferQueuePlane:
         plane = cls(private, spec.timeout_s)
 
         async def attach() -> None:
+            servers = [
+                (describe(server), server.ip, min(server.ports.values())) for server in (spec.controller, *spec.storage)
+            ]
+            for server in servers:
+                await health.require(*server)
             plane._store = await SimpleStore.connect(spec)
-            plane._rows = RowStore(plane._store)
+            plane._rows = RowStore(plane._store, plane._metrics)
+            plane._janitor = Janitor(private, plane._scheduler, plane._rows.debts, plane._rows.clear)
+            for server in servers:
+                private.spawn_service(partial(health.watch, *server, plane._scheduler.fail))
 
         try:
-            await plane._run("connect", Footprint("", None, writes=False), attach)
+            nothing = Footprint("", None, writes=False)
+            await plane._scheduler.run("connect", nothing, attach, timeout=spec.timeout_s)
         except DataPlaneTimeout as error:
             await plane.aclose()
             raise DataPlaneDown(f"the data plane's servers did not answer within {spec.timeout_s:g} s") from error
@@ -103,6 +120,15 @@ class TransferQueuePlane:
         footprint = Footprint(partition, None, writes=False)
         return await self._run("keys", footprint, lambda: self._rows.keys(partition, prefix), timeout)
 
+    def take_metrics(self) -> dict[str, float]:
+        """See `DataPlane`. Of each kind of call `put_calls`, `put_s` (their sum), `put_max_s` and so on; of that, on the
+        private loop, `encode_*` and `decode_*`; `timeouts`; `retries` of requests that a server did not answer; and as they
+        are now, `unsettled` writes and `owed` keys, which the janitor has yet to free."""
+        retries = 0 if self._store is None else self._store.retries + self._janitor.attempts
+        repeated, self._retries = retries - self._retries, retries
+        owed = self._rows.debts.count
+        return {**self._metrics.take(), "retries": repeated, "unsettled": self.unsettled, "owed": owed}
+
     async def aclose(self) -> None:
         """See `DataPlane`. Operations under way may go on for 5 s; then their callers get DataPlaneDown."""
         with anyio.CancelScope(shield=True):
@@ -130,4 +156,9 @@ class TransferQueuePlane:
         if os.getpid() != self._pid:
             raise DataPlaneDown(f"this plane belongs to process {self._pid}; a forked process must connect its own")
         seconds = self._timeout if timeout is None else timeout
-        return await self._scheduler.run(name, footprint, work, timeout=seconds, undo=undo)
+        with self._metrics.timed(name):
+            try:
+                return await self._scheduler.run(name, footprint, work, timeout=seconds, undo=undo)
+            except DataPlaneTimeout:
+                self._metrics.add("timeouts")
+                raise

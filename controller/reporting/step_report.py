@@ -51,7 +51,9 @@ class StepReport(Struct, frozen=True, kw_only=True):
     environment: dict[str, float | None]
     """Mean of each metric that the environment gave beside the reward."""
     data_plane: dict[str, float | None]
-    """Seconds spent in fetch, verify, publish and clear."""
+    """Seconds that the finalizers spent in fetch, verify, publish and clear; and of the controller's own calls since the
+    previous step `put_calls`, `put_s`, `put_max_s`, likewise get, clear and keys, `timeouts`, `retries`, ... (see
+    `dataplane.transferqueue.TransferQueuePlane.take_metrics`)."""
     custody: dict[str, float | None] = {}
     """What the finalizers counted since the previous step: rollouts verified, unproven and rejected (by reason too), reads
     of staged rows and those that failed, rows read, published and cleared, ..."""
