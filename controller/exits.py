@@ -10,6 +10,10 @@ class Exit(IntEnum):
     FAILED = 1, "The run failed; the message says of what, `error.log` in the run's folder has the traceback."
     USAGE = 2, "The command line or the configuration is wrong; nothing was started."
     STALLED = 3, "The watchdog ended a run that made no progress; the message says what waited for what."
+    BLOCKED = (
+        4,
+        "Something kept the event loop longer than `loop.exit_after_s` or `loop.fail_over_ms`; the message says where.",
+    )
     INTERRUPTED = 130, "SIGINT: the run stopped at a checkpoint that `--resume auto` continues."
     TERMINATED = 143, "SIGTERM: likewise."
 

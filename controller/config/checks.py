@@ -42,6 +42,7 @@ def check_config(config: Config) -> Findings:
         *_context(config, model),
         *_loss(config),
         *_deadlines(config),
+        *_loop(config),
         *_gate(config),
         *folders(config, model),
         *machine(config),
@@ -236,6 +237,24 @@ def _deadlines(config: Config) -> Iterator[Problem]:
             what=f"{stall:g} <= {waits[longest]:g}: a run that is slow, yet within its deadlines, may be ended as stalled",
             allowed=f"> {longest}, so that a deadline passes first and names what it waited for",
             warning=True,
+        )
+
+
+def _loop(config: Config) -> Iterator[Problem]:
+    loop = config.loop
+    limits = {
+        "loop.report_over_ms": loop.report_over_ms,
+        "loop.fail_over_ms": loop.fail_over_ms or loop.report_over_ms,
+    }
+    if loop.exit_after_s is None:
+        return
+    longest = max(limits, key=lambda key: limits[key])
+    if loop.exit_after_s * 1000 <= limits[longest]:
+        yield Problem(
+            path="loop.exit_after_s",
+            what=f"{loop.exit_after_s:g} s <= {limits[longest]:g} ms of {longest}",
+            allowed=f"> {limits[longest] / 1000:g}: what ends the process is reported before",
+            remedy="raise it, or set it to null",
         )
 
 

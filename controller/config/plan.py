@@ -117,6 +117,9 @@ def _deadlines(config: Config) -> Iterator[Row]:
     yield "data plane", f"{config.dataplane.timeout_s:g} s for each put, get, clear"
     yield "weight sync", f"{config.weight_sync.timeout_s:g} s"
     yield "worker start, stop", f"{config.workers.start_timeout_s:g} s, {config.workers.stop_timeout_s:g} s"
+    loop = config.loop
+    end = "never ended" if loop.exit_after_s is None else f"ended with exit code 4 after {loop.exit_after_s:g} s"
+    yield "event loop", f"blocked for {loop.report_over_ms:g} ms: reported; {end}"
     yield "stall", f"{stall.stall_after_s:g} s without a group committed or a step done: {stall.stall_action}"
 
 

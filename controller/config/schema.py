@@ -16,6 +16,7 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7, description="seconds, a number > 0 and <= 1e7")]
+Milliseconds = Annotated[float, Meta(ge=1, le=1e7, description="milliseconds, a number >= 1 and <= 1e7")]
 Folder = Annotated[str, Meta(min_length=1, description="a path")]
 Device = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$", description="cpu, cuda or cuda:N")]
 
@@ -216,6 +217,18 @@ class WatchdogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """A stall reports what waits for what; `abort` then ends the run."""
 
 
+class LoopConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long one thing may keep the event loop; a thread outside of it names what did. More in docs/running.md."""
+
+    report_over_ms: Milliseconds = 100.0
+    """Longer is reported with its stack, and counted by culprit."""
+    fail_over_ms: Milliseconds | None = None
+    """Longer ends the run with the culprit's name: for tests. null is off."""
+    exit_after_s: Seconds | None = 60.0
+    """So long is hopeless: all stacks are written to `stacks.txt` in the run's folder and the process ends with exit code 4.
+    null is off."""
+
+
 class GateConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The gate over HTTP: an OpenAI API for agents that are programs of their own. What it takes is in docs/gate.md."""
 
@@ -266,5 +279,6 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)

@@ -45,6 +45,8 @@ ERRORS = [
     (["rollout.temperature=0"], "rollout.temperature: 0 is greedy sampling"),
     (["rollout.top_k=1"], "rollout.top_k: 1 is greedy sampling"),
     (["rollout.call_timeout_s=601"], "rollout.call_timeout_s: 601 > 600"),
+    (["loop.exit_after_s=0.1"], "loop.exit_after_s: 0.1 s <= 100 ms of loop.report_over_ms"),
+    (["loop.fail_over_ms=60000"], "loop.exit_after_s: 60 s <= 60000 ms of loop.fail_over_ms"),
     (["watchdog.stall_after_s=300"], "watchdog.stall_after_s: 300 <= 300"),
     (["training.loss.tis_cap=2"], "training.loss.tis_cap: 2 with training.loss.old_logprobs rollout"),
     (["rollout.max_tokens=512"], "rollout.max_tokens: 512 >= 512"),

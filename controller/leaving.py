@@ -1,0 +1,42 @@
+"""The end of the process without clean-up, from any thread: after a second signal, or when the event loop is beyond help.
+
+Worker processes see their lifeline break and end by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from workers.launch import remove_socket_folders
+
+_LAST_WORDS_S = 5.0
+"""A stopped terminal or a hung disk must not keep the process alive."""
+
+
+def leave(code: int, message: str) -> NoReturn:
+    """Say `message` on stderr and end the process with `code`, within a bound whatever hangs."""
+    threading.Thread(target=_exit_later, args=(_LAST_WORDS_S, code), daemon=True).start()
+    with suppress(OSError):
+        os.write(2, f"{_show_cursor()}{message}\n".encode(errors="backslashreplace"))
+    with suppress(OSError):
+        remove_socket_folders()
+    os._exit(code)
+
+
+def leave_within(seconds: float, code: int) -> None:
+    """End the process with `code` if it has not ended by then: held by a thread or a task that nothing can end."""
+    threading.Thread(target=_exit_later, args=(seconds, code), name="leave", daemon=True).start()
+
+
+def _exit_later(seconds: float, code: int) -> None:
+    time.sleep(seconds)
+    os._exit(code)
+
+
+def _show_cursor() -> str:
+    return "\x1b[?25h\n" if sys.stdout is not None and sys.stdout.isatty() else "\n"

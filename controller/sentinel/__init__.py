@@ -1,0 +1,1 @@
+"""The loop sentinel: measures how late the event loop is, and names what blocked it, from a thread outside of it."""

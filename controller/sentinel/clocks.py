@@ -1,0 +1,71 @@
+"""What a thread did with its time, by the kernel's account: computed, waited for a CPU, or neither.
+
+With these a loop that is blocked is told from a process that was stopped, or that the machine gave no CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+
+class ThreadClock:
+    """CPU time of one thread of this process, and its wait for a CPU. Usable from any thread, while the thread lives."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        assert thread.ident is not None
+        self._clock = time.pthread_getcpuclockid(thread.ident)
+        self._fd: int | None = None
+        with suppress(OSError):  # A kernel without it: waits for a CPU are then not told apart.
+            self._fd = os.open(f"/proc/self/task/{thread.native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def cpu_s(self) -> float:
+        return time.clock_gettime(self._clock)
+
+    def waited_s(self) -> float:
+        """Seconds that the thread was ready to run and had no CPU."""
+        if self._fd is None:
+            return 0.0
+        return int(os.pread(self._fd, 128, 0).split()[1]) / 1e9
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One turn of the sentinel, in seconds: it asked to be woken after `asked`, and was after `elapsed`."""
+
+    asked: float
+    elapsed: float
+    loop_cpu: float
+    """CPU time of the loop's thread."""
+    loop_waited: float
+    """The loop's thread was ready and had no CPU."""
+    others_cpu: float
+    """CPU time of the process's other threads: one of them may have kept the interpreter."""
+
+    @property
+    def late(self) -> bool:
+        """The sentinel itself could not run when it wanted to."""
+        return self.elapsed - self.asked > _LATE_S
+
+
+_LATE_S = 0.01
+
+
+def blocked_s(turn: Slice) -> float:
+    """How much of the turn the loop's own code is answerable for.
+
+    Not the time in which the loop's thread had no CPU. Nor that in which the sentinel could not run either, unless a thread
+    of this process computed meanwhile (and so kept the interpreter): then the process was stopped, or starved.
+    """
+    excused = turn.loop_waited
+    if turn.late:
+        excused = max(excused, turn.elapsed - turn.asked - max(turn.loop_cpu, turn.others_cpu))
+    return max(0.0, turn.elapsed - excused)

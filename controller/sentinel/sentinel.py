@@ -1,0 +1,358 @@
+"""The sentinel itself: the loop beats, a thread outside of it listens, and what silences the loop is named with its stack.
+
+It needs nothing of the loop, and tells a loop that is blocked from a process that was stopped or starved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import logging
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import anyio
+
+from controller.exits import Exit
+from controller.leaving import leave
+from controller.sentinel.clocks import Slice, ThreadClock, blocked_s
+from controller.sentinel.lag import LagHistogram
+from controller.sentinel.stacks import Place, busy_stack, culprit_of, describe, dump, thread_stack, waits_for_events
+
+logger = logging.getLogger(__name__)
+
+_STILL_BLOCKED_S = (1.0, 10.0, 60.0, 600.0)
+"""A stall that goes on is reported when it has lasted so long, and once more when it ends."""
+_STOOD_STILL_S = 1.0
+_REARM_S = 0.5
+_UNKNOWN = "unknown"
+_OTHER = "another thread, which kept the interpreter"
+_COLLECTING = "Sentinel._collecting"
+
+
+class LoopBlocked(Exception):
+    """Something kept the event loop for longer than `loop.fail_over_ms`. The message names it."""
+
+    def __init__(self, stall: Stall, limit_ms: float) -> None:
+        super().__init__(f"{stall} (the limit is {limit_ms:g} ms)\n{describe(stall.stack)}")
+        self.stall = stall
+
+
+@dataclass(frozen=True)
+class Stall:
+    culprit: str
+    """`file:line in function` of what blocked the loop; "garbage collection of generation <n>"; "unknown"; ... """
+    seconds: float
+    stack: tuple[Place, ...]
+    """Of the loop's thread meanwhile, innermost first; empty when it was over before anyone looked."""
+
+    def __str__(self) -> str:
+        return f"the event loop was blocked for {self.seconds:.2f} s at {self.culprit}"
+
+
+class Sentinel:
+    """`with Sentinel(...) as sentinel:` in a running loop's thread watches that loop while inside.
+
+    `report_over_ms`: longer stalls are counted by culprit and given to `on_stall`, which is called in the sentinel's thread.
+    `fail_over_ms`: a longer one makes `watch` raise LoopBlocked, and the `with` block too when it is left without an error.
+    `exit_after_s`: a stall of that length ends the process with `Exit.BLOCKED`, after all stacks and `last_words()` were
+    written to `stacks_file` (None: stderr). `beat_ms`: how often the lag is measured.
+    """
+
+    def __init__(
+        self,
+        *,
+        report_over_ms: float = 100.0,
+        fail_over_ms: float | None = None,
+        exit_after_s: float | None = None,
+        beat_ms: float = 5.0,
+        on_stall: Callable[[Stall], None] | None = None,
+        last_words: Callable[[], str] = str,
+        stacks_file: Path | None = None,
+    ) -> None:
+        self._report_s = report_over_ms / 1000
+        self._fail_s = None if fail_over_ms is None else fail_over_ms / 1000
+        self._threshold_s = min(self._report_s, self._fail_s or self._report_s)
+        self._exit_after_s = exit_after_s
+        self._beat_s = beat_ms / 1000
+        self._tick_s = min(max(self._threshold_s / 4, 0.002), 0.025)
+        self._on_stall = on_stall or _log
+        self._last_words = last_words
+        self._stacks_file = stacks_file
+        self._lag = LagHistogram()
+        self.lag = LagHistogram()
+        """Since the beginning."""
+        self.stalls: Counter[str] = Counter()
+        """Stalls over `report_over_ms`, by culprit."""
+        self.longest: Stall | None = None
+        self.stood_still_s = 0.0
+        """For so long the process was stopped or had no CPU."""
+        self._failure: Stall | None = None
+        self._failed = anyio.Event()
+        self._beats = 0
+        self._beat_at = 0.0
+        self._due = 0.0
+        self._gc_began = 0.0
+        self._gc_s = 0.0
+        self._gc_generation = 0
+        self._late: deque[tuple[int, float, float, int]] = deque(maxlen=1000)
+        """Beats that were late: number, lag, seconds of it in the collector, and of which generation."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.current_thread()
+        self._thread = threading.Thread(target=self._run, name="loop sentinel", daemon=True)
+        self._beat_at = time.monotonic()
+        self._due = self._beat_at + self._beat_s
+        self._timer = self._loop.call_later(self._beat_s, self._beat)
+        gc.callbacks.append(self._collecting)
+        self._has_alarm = self._exit_after_s is not None and _set_alarm()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        gc.callbacks.remove(self._collecting)
+        self._thread.join()  # One tick at most.
+        if self._has_alarm:
+            _clear_alarm()
+        if error is None:
+            self._raise_failure()
+
+    async def watch(self) -> NoReturn:
+        """Wait for a stall over `fail_over_ms` and raise LoopBlocked."""
+        await self._failed.wait()
+        self._raise_failure()
+        raise AssertionError("the event is set after the failure")
+
+    def take_figures(self) -> dict[str, float]:
+        """`LagHistogram.figures` since the last call, and `stalls` since the beginning."""
+        taken, self._lag = self._lag, LagHistogram()
+        return {**taken.figures(), "stalls": float(self.stalls.total())}
+
+    @property
+    def silent_s(self) -> float:
+        """How long the loop has not run what was due, as of now; from any thread."""
+        return max(0.0, time.monotonic() - self._due)
+
+    def where(self) -> str:
+        """What the loop's thread is at, as of now; from another thread."""
+        return culprit_of(thread_stack(self._loop_thread.ident or 0))
+
+    def dump(self) -> str:
+        """The stacks of all tasks and threads."""
+        return dump(self._loop)
+
+    def describe(self) -> Mapping[str, Any]:
+        return {**self.lag.figures(), "stalls": dict(self.stalls), "stood_still_s": self.stood_still_s}
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            assert self._fail_s is not None
+            raise LoopBlocked(self._failure, self._fail_s * 1000)
+
+    # In the loop's thread.
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        lag = max(0.0, now - self._due)
+        self._beats += 1
+        self._lag.add(lag * 1000)
+        self.lag.add(lag * 1000)
+        if lag >= self._threshold_s:
+            self._late.append((self._beats, lag, self._gc_s, self._gc_generation))
+        self._gc_s = 0.0
+        self._beat_at = now
+        self._due = now + self._beat_s
+        self._timer = self._loop.call_later(self._beat_s, self._beat)
+
+    def _collecting(self, phase: str, info: Mapping[str, Any]) -> None:
+        if threading.get_ident() != self._loop_thread.ident:
+            return
+        if phase == "start":
+            self._gc_began = time.monotonic()
+        else:
+            self._gc_s += time.monotonic() - self._gc_began
+            self._gc_generation = info["generation"]
+
+    # In the sentinel's thread.
+
+    def _run(self) -> None:
+        watched = _Clocks(self._loop_thread)
+        try:
+            self._listen(watched)
+        finally:
+            watched.close()
+
+    def _listen(self, watched: _Clocks) -> None:
+        beats, excused, samples = self._beats, 0.0, _Samples()
+        own = {self._loop_thread.ident, threading.get_ident()}
+        rearm_at = 0.0
+        while not self._stop.wait(self._tick_s):
+            # First of all: the interpreter passes to the loop's thread with the first system call.
+            at, silent, loop_stack, busy = self._beats, self.silent_s, (), ()
+            if silent >= self._threshold_s / 2:
+                loop_stack, busy = thread_stack(self._loop_thread.ident or 0), busy_stack(own)
+            turn = watched.turn(self._tick_s)
+            now = time.monotonic()
+            if self._has_alarm and now >= rearm_at:
+                assert self._exit_after_s is not None
+                signal.setitimer(signal.ITIMER_PROF, self._exit_after_s)
+                rearm_at = now + min(_REARM_S, self._exit_after_s / 4)
+            charge = blocked_s(turn)
+            excused += turn.elapsed - charge
+            if turn.elapsed - charge > _STOOD_STILL_S:
+                logger.warning(
+                    "the whole process stood still for %.1f s: stopped, or without CPU", turn.elapsed - charge
+                )
+            self.stood_still_s += turn.elapsed - charge
+            if at != beats:
+                self._ended(at, beats, excused, samples, _OTHER if turn.others_cpu > turn.loop_cpu else _UNKNOWN)
+                beats, excused, samples = at, 0.0, _Samples()
+            if not loop_stack:
+                continue
+            if waits_for_events(loop_stack) and turn.loop_cpu < turn.elapsed / 5 and not busy:
+                excused += charge  # Nothing to blame: the loop waits, and was not woken.
+                continue
+            samples.add(busy if busy and turn.late and turn.others_cpu > turn.loop_cpu else loop_stack)
+            self._still_blocked(silent - excused, samples)
+        self._left(beats, excused, samples)
+
+    def _still_blocked(self, seconds: float, samples: _Samples) -> None:
+        stall = Stall(samples.culprit, seconds, samples.stack)
+        if samples.reported < len(_STILL_BLOCKED_S) and seconds >= _STILL_BLOCKED_S[samples.reported]:
+            samples.reported += 1
+            self._on_stall(stall)
+        if self._exit_after_s is not None and seconds >= self._exit_after_s:
+            self._end_process(stall)
+
+    def _ended(self, at: int, beats: int, excused: float, samples: _Samples, unseen: str = _UNKNOWN) -> None:
+        """Judge the late beats up to number `at`; of the one after number `beats`, `excused` seconds were not the loop's.
+
+        `unseen` is the culprit when no stack was seen.
+        """
+        while self._late and self._late[0][0] <= at:
+            number, lag, gc_s, generation = self._late.popleft()
+            seconds = lag - excused if number == beats + 1 else lag
+            if seconds < self._threshold_s:
+                continue
+            own = samples if number == beats + 1 else _Samples()
+            culprit = own.culprit if own.stack else unseen
+            if gc_s > seconds / 2:
+                culprit = f"garbage collection of generation {generation}"
+            self._record(Stall(culprit, seconds, own.stack))
+
+    def _left(self, beats: int, excused: float, samples: _Samples) -> None:
+        """The `with` block was left; what blocked the loop may have left it in the same go, before another beat."""
+        self._ended(self._beats, beats, excused, samples)
+        if self.silent_s - excused >= self._threshold_s:
+            self._record(Stall(samples.culprit, self.silent_s - excused, samples.stack))
+
+    def _record(self, stall: Stall) -> None:
+        if self.longest is None or stall.seconds > self.longest.seconds:
+            self.longest = stall
+        if stall.seconds >= self._report_s:
+            self.stalls[stall.culprit] += 1
+            self._on_stall(stall)
+        if self._fail_s is not None and stall.seconds >= self._fail_s and self._failure is None:
+            self._failure = stall
+            with suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(self._failed.set)
+
+    def _end_process(self, stall: Stall) -> NoReturn:
+        try:
+            words = self._last_words()
+        except Exception as error:  # The loop's thread may be in the middle of changing what this reads.
+            words = f"what waits for what could not be read: {error!r}"
+        text = f"{stall}; it was given up\n{describe(stall.stack)}\n\n{words}\n\n{self.dump()}\n"
+        threading.Thread(target=self._write_stacks, args=(text,), daemon=True).start()
+        if self._stacks_file is None:
+            leave(Exit.BLOCKED, text)
+        time.sleep(0.5)  # For the file; a disk that hangs does not keep the process alive.
+        leave(Exit.BLOCKED, f"{stall}; it was given up\n{describe(stall.stack)}\nall stacks: {self._stacks_file}")
+
+    def _write_stacks(self, text: str) -> None:
+        if self._stacks_file is not None:
+            self._stacks_file.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+class _Samples:
+    """The stacks of one stall; the culprit is where it was seen most often."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+        self._stacks: dict[str, tuple[Place, ...]] = {}
+        self.reported = 0
+
+    def add(self, stack: tuple[Place, ...]) -> None:
+        culprit = "garbage collection" if stack[0].function == _COLLECTING else culprit_of(stack)
+        self._seen[culprit] += 1
+        self._stacks.setdefault(culprit, stack)
+
+    @property
+    def culprit(self) -> str:
+        return self._seen.most_common(1)[0][0] if self._seen else _UNKNOWN
+
+    @property
+    def stack(self) -> tuple[Place, ...]:
+        return self._stacks.get(self.culprit, ())
+
+
+class _Clocks:
+    """The sentinel's turns, with what the process's threads did in each."""
+
+    def __init__(self, loop_thread: threading.Thread) -> None:
+        self._loop = ThreadClock(loop_thread)
+        self._began = time.monotonic()
+        self._cpu, self._waited, self._process = self._loop.cpu_s(), self._loop.waited_s(), time.process_time()
+
+    def turn(self, asked: float) -> Slice:
+        """What happened since the last call; the sentinel had meant to sleep for `asked` seconds."""
+        now = time.monotonic()
+        cpu, waited, process = self._loop.cpu_s(), self._loop.waited_s(), time.process_time()
+        turn = Slice(
+            asked=asked,
+            elapsed=now - self._began,
+            loop_cpu=cpu - self._cpu,
+            loop_waited=waited - self._waited,
+            others_cpu=process - self._process - (cpu - self._cpu),
+        )
+        self._began, self._cpu, self._waited, self._process = now, cpu, waited, process
+        return turn
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+def _set_alarm() -> bool:
+    """Have the kernel end the process, after all stacks were written to stderr, when the sentinel cannot run for a long time
+    of computing: native code that keeps the interpreter. The timer counts CPU time, so it does not run in a stopped process.
+    """
+    if signal.getsignal(signal.SIGPROF) is not signal.SIG_DFL:
+        return False  # A profiler's.
+    faulthandler.register(signal.SIGPROF, file=2, all_threads=True, chain=True)
+    return True
+
+
+def _clear_alarm() -> None:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    faulthandler.unregister(signal.SIGPROF)
+
+
+def _log(stall: Stall) -> None:
+    logger.warning("%s\n%s", stall, describe(stall.stack))
