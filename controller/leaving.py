@@ -5,9 +5,9 @@ Worker processes see their lifeline break and end by themselves.
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
-import threading
 import time
 from contextlib import suppress
 from typing import NoReturn
@@ -19,8 +19,8 @@ _LAST_WORDS_S = 5.0
 
 
 def leave(code: int, message: str) -> NoReturn:
-    """Say `message` on stderr and end the process with `code`, within a bound whatever hangs."""
-    threading.Thread(target=_exit_later, args=(_LAST_WORDS_S, code), daemon=True).start()
+    """Say `message` on stderr and end the process with `code`, within a bound whatever hangs. Also in a signal handler."""
+    leave_within(_LAST_WORDS_S, code)
     with suppress(OSError):
         os.write(2, f"{_show_cursor()}{message}\n".encode(errors="backslashreplace"))
     with suppress(OSError):
@@ -30,7 +30,8 @@ def leave(code: int, message: str) -> NoReturn:
 
 def leave_within(seconds: float, code: int) -> None:
     """End the process with `code` if it has not ended by then: held by a thread or a task that nothing can end."""
-    threading.Thread(target=_exit_later, args=(seconds, code), name="leave", daemon=True).start()
+    # Not a `threading.Thread`: a signal handler may have interrupted one of that module's functions, with its lock held.
+    _thread.start_new_thread(_exit_later, (seconds, code))
 
 
 def _exit_later(seconds: float, code: int) -> None:
