@@ -214,7 +214,8 @@ class FinalizerGroup:
         match verdict:
             case Rejection():
                 if str(verdict.reason) not in self.rejections:
-                    why = f"{verdict.reason}, {verdict.reason.meaning} ({verdict.detail})"
+                    detail = "" if verdict.detail in ("", verdict.reason.meaning) else f" ({verdict.detail})"
+                    why = f"{verdict.reason}, {verdict.reason.meaning}{detail}"
                     self._warn(f"rollout {rollout_id} is not trained: {why}; others of this kind are only counted")
                 self.rejections[str(verdict.reason)] += 1
                 self._counts["rejected"] += 1

@@ -20,7 +20,7 @@ class _Code(StrEnum):
 class Reason(_Code):
     """Why a rollout is rejected: its tokens cannot be proven to be what the agent's scored conversation was."""
 
-    NO_CALLS = "no_calls", "the rollout made no model call"
+    NO_CALLS = "no_calls", "the rollout made no model call that the gate accepted"
     NOT_SEALED = "not_sealed", "the rollout is still open, so its record can still grow"
     ABORTED = "aborted", "the controller gave the rollout up"
     ROLLOUT_TIMEOUT = "rollout_timeout", "the rollout did not end within its deadline"

@@ -171,6 +171,9 @@ class SegmentReader:
                     raise JournalCorrupt(self._path, 0, f"its format is {version}; this program reads format {FORMAT}")
                 self._synced = bool(flags & SYNCED)
                 return Link(number, crc)
+            # Its sector was written before anything else was. A crash can leave it short, or a hole; nothing else can.
+            if any(self._data[:HEADER_LEN]):
+                raise JournalCorrupt(self._path, 0, "this is not the header of a ledger's file, or it was altered")
         frames = FrameReader(self._data, min(HEADER_LEN, len(self._data)), START)
         try:
             intact = next(frames.payloads(), None) is not None

@@ -13,6 +13,9 @@ from ledger.terminal import Selection
 
 _COLUMNS = ("rollout", "calls", "generated", "weights", "verdict", "what became of it")
 
+_WIDEST = 100
+"""Characters of a table's last column; a block has it all."""
+
 _ROOTS = {
     Lineage.FORK: "; a new root: its history is no earlier call's",
     Lineage.AMBIGUOUS: "; a new root: its history is that of several earlier calls",
@@ -150,4 +153,5 @@ def _versions(spans: list[WeightSpan]) -> str:
 
 def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
     *first, last = cells
+    last = last if len(last) <= _WIDEST else last[: _WIDEST - 1] + "…"
     return "  ".join([*(f"{cell:<{width}}" for cell, width in zip(first, widths, strict=True)), last]).rstrip()

@@ -29,6 +29,13 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Body = TypeVar("Body", bound=Struct)
 
 _AT = re.compile(r" - at `\$\.?(.*)`$")
+_ALLOWED = {
+    "role": "one of system, developer, user, assistant, tool",
+    "content.type": "only text: a model of text is trained here",
+    "tools.type": "only function",
+    "tool_calls.type": "only function",
+}
+"""What a place may hold, where the error says only what it may not."""
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 
 
@@ -225,8 +232,17 @@ def _explained(problem: str) -> ApiError:
             param=param,
             code="unsupported_parameter",
         )
-    text = _AT.sub("", problem)
+    text = _AT.sub("", problem) + _allowed(problem, place)
     return refused(f"{place}: {text}" if place else f"the body is not acceptable: {text}", param=place or None)
+
+
+def _allowed(problem: str, place: str) -> str:
+    if problem.startswith("Input data was truncated"):
+        return " (the JSON ends early, or a \\u escape is half of a character: text was cut within one)"
+    if problem.startswith("Invalid"):
+        names = re.sub(r"\[.*?\]", "", place).split(".")
+        return next((f"; {_ALLOWED[key]}" for n in (1, 2) if (key := ".".join(names[-n:])) in _ALLOWED), "")
+    return ""
 
 
 @cache
@@ -241,7 +257,8 @@ def _check_tools(tools: list[dict[str, Any]]) -> None:
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         found = _AT.search(str(error))
         place = f"tools{found[1]}" if found else "tools"
-        raise refused(f"{place}: {_AT.sub('', str(error))}", param=place) from error
+        text = _AT.sub("", str(error)) + _allowed(str(error), place)
+        raise refused(f"{place}: {text}", param=place) from error
 
 
 def _refuse_unless(fine: bool, param: str, text: str) -> None:

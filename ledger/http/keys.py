@@ -7,7 +7,7 @@ import secrets
 
 from ledger.http.errors import ApiError
 
-_BEARER = "Bearer "
+_BEARER = "bearer "
 
 
 class Keys:
@@ -42,7 +42,7 @@ class Keys:
 
 
 def _bearer(authorization: str | None, what: str) -> str:
-    if authorization is None or not authorization.startswith(_BEARER):
+    if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
         raise ApiError(401, "missing_key", f"send the header `Authorization: Bearer <key>` with {what}", retry=False)
     return authorization[len(_BEARER) :]
 

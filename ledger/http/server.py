@@ -1,7 +1,7 @@
 """The gate's HTTP server: who may come in, how much and for how long; what is asked goes to `agents` and `control`.
 
 Whatever is sent, it is answered with an answer or an error in OpenAI's shape, and no request outlives its connection or the
-server. An error of the ledger itself ends `serve`.
+server. An error of the ledger itself ends `serve`. The log has the first refusal of each kind, as agents often tell nobody.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import socket
 from asyncio import Transport
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import anyio
@@ -24,7 +25,7 @@ from ledger.errors import LedgerError
 from ledger.gate import Gate
 from ledger.http.agents import CHAT, COMPLETIONS, MODELS, Agents
 from ledger.http.control import Control
-from ledger.http.errors import ApiError, is_fatal, of_ledger
+from ledger.http.errors import MAX_MESSAGE, ApiError, is_fatal, of_ledger
 from ledger.http.keys import Keys
 from ledger.http.replays import Replays
 from ledger.http.sampling import SamplingRules
@@ -78,6 +79,8 @@ class GateServer:
         self._replays: Replays | None = None
         self._scopes: set[anyio.CancelScope] = set()
         self._http: _Server | None = None
+        self._logged: set[str] = set()
+        """Codes of refusals."""
         self._failed = anyio.Event()
         self._failure: Exception | None = None
 
@@ -151,6 +154,19 @@ class GateServer:
         assert self._failure is not None
         raise self._failure
 
+    def _log(self, request: web.BaseRequest, error: ApiError) -> None:
+        """Once for each code, of which there are few. Failed calls are in the ledger."""
+        if error.status < 500 and error.code not in self._logged:
+            self._logged.add(error.code)
+            logger.warning(
+                "the gate refused %s %.200s: %d %s: %s (others of this kind are not logged)",
+                request.method,
+                request.raw_path,
+                error.status,
+                error.code,
+                error.message[:MAX_MESSAGE],
+            )
+
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
         self._failed.set()
@@ -162,19 +178,19 @@ class GateServer:
             with scope:
                 return await self._answer(request)
         except ApiError as error:
+            self._log(request, error)
             return _refusal(error)
         except ConnectionError:
             raise  # The client is gone.
         except Exception:
             logger.exception("the gate failed at %s %s", request.method, request.raw_path[:200])
-            return _refusal(ApiError(500, "internal", "the gate failed; the run's log has the traceback"))
+            return _refusal(_failed())
         finally:
             self._scopes.discard(scope)
         return _refusal(_ended())
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.raw_path.partition("?")[0]
-        match path.split("/", 4)[1:]:
+        match _path(request).split("/", 4)[1:]:
             case [root, rollout_id, "v1", endpoint] if root == PREFIX:
                 return await self._answer_agent(request, rollout_id, endpoint)
             case ["control", "rollouts"]:
@@ -259,10 +275,43 @@ class _Server(web.Server):
         super().__init__(handler, **options)
         self._max_connections = max_connections
 
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
     def connection_made(self, handler: RequestHandler, transport: Transport) -> None:
         super().connection_made(handler, transport)
         if len(self._connections) > self._max_connections:
             transport.abort()
+
+
+class _Connection(RequestHandler):
+    """Answers what is no HTTP as everything else is answered, and does not let it fill the log."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun; the connection is closed")
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            logger.error("the gate failed at a request from %s", request.remote, exc_info=exc)
+            error = _failed()
+        else:
+            logger.debug("no HTTP from %s: %s", request.remote, message)
+            text = f"the request is not acceptable HTTP: {message or HTTPStatus(status).phrase}"
+            error = ApiError(status, "bad_http", text, retry=False)
+        response = _refusal(error)
+        response.force_close()
+        return response
+
+
+def _failed() -> ApiError:
+    return ApiError(500, "internal", "the gate failed; the run's log has the traceback")
 
 
 def _ended() -> ApiError:
@@ -290,6 +339,12 @@ def _cut_off_silent_readers(listener: socket.socket, seconds: float) -> None:
     """Have the kernel break connections whose peer takes no data for so long; accepted sockets inherit it. Linux only."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+def _path(request: web.BaseRequest) -> str:
+    """Of the request's target, which is a whole URL when a client sends it as to a proxy (RFC 9112, 3.2.2)."""
+    path = request.raw_path.partition("?")[0]
+    return path if path.startswith("/") else "/" + path.partition("://")[2].partition("/")[2]
 
 
 def _check_id(rollout_id: str) -> None:

@@ -19,15 +19,16 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from workers.environments.base import Prompt, RolloutContext, RolloutResult
+from workers.environments.base import LARGEST_REWARD, Prompt, RolloutContext, RolloutResult
 from workers.environments.offload import WorkerDied, offload
 from workers.environments.program import OutputTooLarge, run_program
 
@@ -36,15 +37,19 @@ logger = logging.getLogger(__name__)
 _Source: TypeAlias = Path | Callable[[int], Iterator[Prompt]]
 
 _MAX_OUTPUT_BYTES = 4 * 2**20
-_SHOWN = 2000
-"""Characters of a failed agent's stderr in messages."""
+_MAX_METRICS = 64
+_SHOWN = 300
+"""Characters of a failed agent's last line in messages."""
+
+Number: TypeAlias = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+Name: TypeAlias = Annotated[str, Meta(max_length=100)]
 
 
 class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
     """What an agent prints last, or a scorer returns."""
 
-    reward: float
-    metrics: dict[str, float] = {}
+    reward: Number
+    metrics: Annotated[dict[Name, Number], Meta(max_length=_MAX_METRICS)] = {}
     terminal: str | None = None
 
 
@@ -53,7 +58,11 @@ class AgentsFail(RuntimeError):
 
 
 class _Failed(Exception):
-    """This rollout's agent did not come to a verdict."""
+    """This rollout's agent did not come to a verdict. `errors`: what it said on stderr in the end."""
+
+    def __init__(self, why: str, errors: str = "") -> None:
+        super().__init__(why)
+        self.errors = errors
 
 
 class AgentProcess:
@@ -131,7 +140,7 @@ class AgentProcess:
         try:
             verdict = await self._play(ctx, prompt)
         except _Failed as failure:
-            self._count_failure(ctx.rollout_id, str(failure))
+            self._count_failure(ctx.rollout_id, failure)
             return RolloutResult(reward=0.0, metrics={"agent_failed": 1.0})
         self._failures_in_a_row = 0
         if verdict.terminal is not None:
@@ -141,11 +150,8 @@ class AgentProcess:
     async def _play(self, ctx: RolloutContext, prompt: Prompt) -> Verdict:
         text = prompt.data if isinstance(prompt.data, str) else json.dumps(prompt.data, ensure_ascii=False)
         as_argument = self._prompt_as == "argument"
-        env = {
-            **self._env,
-            "OPENAI_BASE_URL": ctx.base_url,
-            "OPENAI_API_KEY": ctx.api_key,
-        }
+        mark = "OPENAI_API_KEY", ctx.api_key
+        env = {**_without_proxy(self._env, ctx.base_url), "OPENAI_BASE_URL": ctx.base_url, mark[0]: mark[1]}
         async with self._places:
             try:
                 with anyio.fail_after(None if math.isinf(self._timeout_s) else self._timeout_s):
@@ -153,6 +159,7 @@ class AgentProcess:
                         [*self._command, text] if as_argument else self._command,
                         stdin=b"" if as_argument else text.encode(),
                         env=env,
+                        mark=mark,
                         max_output_bytes=_MAX_OUTPUT_BYTES,
                     )
             except TimeoutError:
@@ -162,9 +169,9 @@ class AgentProcess:
         output = done.output.decode(errors="replace")
         if done.status != 0:
             how = f"exited with status {done.status}" if done.status > 0 else f"was ended by signal {-done.status}"
-            raise _Failed(
-                f"it {how}; its last words: {done.errors.decode(errors='replace').strip()[-_SHOWN:] or '(none)'}"
-            )
+            errors = done.errors.decode(errors="replace").strip()
+            last = errors.rpartition("\n")[2][:_SHOWN]
+            raise _Failed(f"it {how}" + (f"; its last words: {last}" if last else ""), errors)
         return _last_line(output) if self._scorer is None else await self._score(self._scorer, prompt.data, output)
 
     async def _score(self, scorer: str, data: Any, output: str) -> Verdict:
@@ -179,13 +186,21 @@ class AgentProcess:
                 f"scorer {scorer} returned {found!r}, not a reward or a mapping with one: {error}"
             ) from error
 
-    def _count_failure(self, rollout_id: str, why: str) -> None:
+    def _count_failure(self, rollout_id: str, failure: _Failed) -> None:
         self._failures_in_a_row += 1
         level = logging.WARNING if self._failures_in_a_row == 1 else logging.INFO
-        logger.log(level, "the agent of rollout %s failed: %s", rollout_id, why)
+        more = f"\n{failure.errors}" if "\n" in failure.errors else ""
+        logger.log(level, "the agent of rollout %s failed: %s%s", rollout_id, failure, more)
         if self._failures_in_a_row >= self._max_failures_in_a_row:
             command = " ".join(self._command)
-            raise AgentsFail(f"{self._failures_in_a_row} agents in a row failed ({command}). The last one: {why}")
+            raise AgentsFail(f"{self._failures_in_a_row} agents in a row failed ({command}). The last one: {failure}")
+
+
+def _without_proxy(env: Mapping[str, str], url: str) -> dict[str, str]:
+    """The gate is reached directly, whatever proxy the agent uses for others."""
+    host = urlsplit(url).hostname or ""
+    exempt = {name: ",".join(filter(None, [env.get(name), host])) for name in ("no_proxy", "NO_PROXY")}
+    return {**env, **exempt}
 
 
 def _resolved(command: list[str]) -> list[str]:
@@ -266,8 +281,8 @@ def _last_line(output: str) -> Verdict:
 
 
 def _verdict(found: Any) -> Verdict:
-    """Raises ValidationError for what is no verdict; a reward that is not finite is one."""
-    return Verdict(float(found)) if isinstance(found, int | float) else msgspec.convert(found, Verdict)
+    """Raises ValidationError for what is no verdict; a reward that is not a number (NaN) is one."""
+    return msgspec.convert({"reward": float(found)} if isinstance(found, int | float) else found, Verdict)
 
 
 def _positive(seconds: float, argument: str) -> float:

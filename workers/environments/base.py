@@ -9,6 +9,9 @@ from msgspec import Struct
 
 from ledger.records import FinishReason, Message
 
+LARGEST_REWARD = 1e12
+"""In size. Beyond it sums of squares in float32, such as a gradient's norm, overflow."""
+
 
 class Prompt(Struct, frozen=True, kw_only=True):
     """One task. A prompt group is G rollouts of one prompt."""
@@ -82,6 +85,7 @@ class Tokens(Struct, frozen=True, kw_only=True):
 
 class RolloutResult(Struct, frozen=True, kw_only=True):
     reward: float
+    """Finite, and of at most `LARGEST_REWARD` in size."""
     metrics: Mapping[str, float] = {}
     """Extra numbers to average into the step's metrics, e.g. {"exact": 1.0}."""
     scored: str | None = None

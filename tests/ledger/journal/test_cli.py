@@ -20,6 +20,8 @@ from ledger.ledger import Ledger
 from ledger.lineage import fingerprint
 from ledger.reasons import Reason
 from ledger.segments import current_files, segment_path
+from ledger.show import block, table
+from ledger.story import Fate, RolloutStory
 from tests.ledger.journal.histories import history
 from tests.ledger.journal.opened import opened, write
 from tests.ledger.rig import Rig
@@ -99,6 +101,18 @@ def test_the_table_has_a_line_for_each_rollout_and_the_totals(run_dir: Path, cap
     assert "7 rollouts, 9 calls, 24 generated tokens: 2 dropped, 2 aborted, 2 live, 1 trained" in out
     assert f"1 rollout_timeout: {Reason.ROLLOUT_TIMEOUT.meaning}" in out
     assert err == ""
+
+
+def test_a_long_reason_is_cut_in_the_table_and_whole_in_the_block():
+    why = "RolloutError: " + "why " * 500
+    story = RolloutStory(
+        rollout_id="g0.0", group_id="g0", prompt_id="p", dispatch_version=0, fate=Fate(end="aborted", detail=why)
+    )
+    line = list(table([story]))[1]
+    assert "aborted: RolloutError: why why" in line
+    assert len(line) < 200
+    assert line.endswith("…")
+    assert why in block(story)
 
 
 def test_a_rollouts_block_tells_its_calls_and_its_end(run_dir: Path, capsys: pytest.CaptureFixture[str]):

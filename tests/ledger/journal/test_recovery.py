@@ -19,7 +19,7 @@ import ledger.writer
 from ledger.errors import JournalCorrupt
 from ledger.events import Event, TerminalDeclared
 from ledger.frames import MAX_PAYLOAD, START, FrameBuilder
-from ledger.segments import FORMAT, HEADER_LEN, Found, JournalReader, SegmentReader, current_files, segment_path
+from ledger.segments import FORMAT, HEADER_LEN, MAGIC, Found, JournalReader, SegmentReader, current_files, segment_path
 from tests.ledger.journal.histories import history, standing
 from tests.ledger.journal.opened import events_in, opened, write
 
@@ -161,6 +161,18 @@ def test_a_segment_of_a_later_format_is_refused_and_kept(tmp_path: Path):
     with pytest.raises(JournalCorrupt, match=f"its format is {FORMAT + 1}; this program reads format {FORMAT}"):
         reopened(tmp_path)
     assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("foreign", [b"\x7fELF" * 500, b"#" * 32, MAGIC + bytes(24)])
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, foreign: bytes):
+    """It is no torn tail, though no frame is in it."""
+    path = segment_path(tmp_path, 1)
+    path.write_bytes(foreign)
+    with pytest.raises(
+        JournalCorrupt, match=r"segment-000001.log: at byte 0: this is not the header of a ledger's file"
+    ):
+        reopened(tmp_path)
+    assert path.read_bytes() == foreign
 
 
 async def test_without_durability_a_hole_in_the_last_segment_is_a_torn_tail(tmp_path: Path):

@@ -8,6 +8,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import anyio
 import pytest
@@ -34,10 +35,10 @@ def three(seed):
 
 class Context(ScriptedContext):
     base_url = "http://127.0.0.1:1/ng-rollout/rollout-0/v1"
-    api_key = "the-key"
 
     def __init__(self) -> None:
         super().__init__(lambda _: "")
+        self.api_key = f"key-{uuid4()}"
         self.terminal: str | None = None
 
     def declare_terminal(self, call_id: str) -> None:
@@ -67,15 +68,15 @@ async def play(environment: AgentProcess, context: Context | None = None):
 async def test_an_agent_finds_its_gate_and_its_prompt_and_scores_itself() -> None:
     script = """
         test "$OPENAI_BASE_URL" = http://127.0.0.1:1/ng-rollout/rollout-0/v1 || exit 3
-        test "$OPENAI_API_KEY" = the-key || exit 4
+        test "$OPENAI_API_KEY" = "$KEY" || exit 4
         test "$(cat)" = '{"word": "abc"}' || exit 5
-        test "$MORE" = more || exit 6
+        test "$no_proxy,$NO_PROXY" = "10.0.0.1,127.0.0.1,127.0.0.1" || exit 6
         echo thinking
         echo '{"reward": 0.5, "metrics": {"exact": 1}, "terminal": "chatcmpl-rollout-0/0"}'
         echo
     """
     context = Context()
-    result = await play(agent(script, env={"MORE": "more"}), context)
+    result = await play(agent(script, env={"KEY": context.api_key, "no_proxy": "10.0.0.1", "NO_PROXY": ""}), context)
     assert (result.reward, result.metrics) == (0.5, {"exact": 1.0, "agent_failed": 0.0})
     assert context.terminal == "chatcmpl-rollout-0/0"
 
@@ -88,11 +89,19 @@ async def test_a_prompt_may_come_as_the_last_argument_and_a_verdict_be_a_number(
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("echo broken >&2; exit 7", r"exited with status 7; its last words: broken"),
+        ("echo first >&2; echo broken >&2; exit 7", "exited with status 7; its last words: broken\nfirst\nbroken"),
+        ("exit 7", "exited with status 7\n"),
         ("kill -9 $$", "ended by signal 9"),
         ("echo no number", "its last line must be a number"),
         ("true", "its last line must be a number"),
         ("echo '{\"rewards\": 1}'", "rewards"),
+        ("echo 1e308", "Expected `float` <= 1000000000000.0 - at `$.reward`"),
+        ("echo NaN", "its last line must be a number"),
+        (
+            """echo '{"reward": 1, "metrics": {"m": -1e300}}'""",
+            "Expected `float` >= -1000000000000.0 - at `$.metrics[...]`",
+        ),
+        ("printf '\\377\\000\\001'", "its last line must be a number"),
         ("head -c 5000000 /dev/zero; sleep 60", "printed more than 4194304 bytes"),
         ("sleep 60", r"ran longer than 0\.5 s and was killed"),
     ],
@@ -139,6 +148,20 @@ async def test_what_an_agent_leaves_running_is_killed_with_it(tmp_path: Path) ->
     with anyio.fail_after(10):
         while alive(int((tmp_path / "pid").read_text())):
             await anyio.sleep(0.01)
+
+
+async def test_a_daemon_that_left_the_agent_s_group_is_killed_with_it(tmp_path: Path) -> None:
+    script = """
+        setsid sh -c 'echo $$ > daemon; setsid sleep 1000 & echo $! > other; wait' &
+        until [ -s other ]; do sleep 0.01; done
+        echo 1
+    """
+    result = await play(agent(script))
+    assert result.reward == 1.0
+    with anyio.fail_after(10):
+        for name in ("daemon", "other"):
+            while alive(int((tmp_path / name).read_text())):
+                await anyio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
