@@ -1,10 +1,12 @@
 """Where every dispatched rollout is: conservation says that each reaches exactly one end.
 
-    group   dispatched -> committed -> trained,   dispatched | committed -> dropped | evicted | aborted
+    group     dispatched -> committed -> trained,   dispatched | committed -> dropped | evicted | aborted
+    held out  dispatched -> evaluated,              dispatched -> aborted
 
 A group ends as one. When it is trained, its verified rollouts count as trained, the rejected ones (placeholders) as dropped
-and the aborted ones as aborted; any other end is the end of all of its rollouts. Ended groups are forgotten: only the counts
-stay, so memory is bounded by what is live.
+and the aborted ones as aborted; any other end is the end of all of its rollouts. Held-out groups, played for an
+evaluation, cannot be trained and are in no count. Ended groups are forgotten: only the counts stay, so memory is bounded by
+what is live.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ledger.events import (
     GroupDispatched,
     GroupDropped,
     GroupEnd,
+    GroupEvaluated,
     GroupEvent,
     GroupEvicted,
     GroupTrained,
@@ -74,6 +77,7 @@ class Stage(StrEnum):
 @dataclass(slots=True)
 class _Group:
     stages: dict[str, Stage]
+    held_out: bool
     committed: bool = False
 
 
@@ -85,7 +89,7 @@ class Groups:
         self._group_of: dict[str, str] = {}
         self._dispatched = 0
         self.last = ""
-        """The group that was dispatched last, also when it has ended."""
+        """The group that was dispatched last, also when it has ended; of those that are not held out."""
         self._ends: Counter[type[GroupEnd]] = Counter()
 
     @property
@@ -97,7 +101,7 @@ class Groups:
             evicted=ends[GroupEvicted],
             dropped=ends[GroupDropped],
             aborted=ends[GroupAborted],
-            live=sum(len(group.stages) for group in self._live.values()),
+            live=sum(len(group.stages) for group in self._live.values() if not group.held_out),
         )
 
     @property
@@ -118,20 +122,25 @@ class Groups:
                 self._replace(event)
             case GroupCommitted():
                 group = self._group(event.group_id)
-                unfinished = [r for r, stage in group.stages.items() if not stage.finished]
-                if group.committed or unfinished:
-                    raise IllegalTransition(
-                        f"group {event.group_id!r}",
-                        f"unfinished ({unfinished})" if unfinished else "committed",
-                        "committed",
-                    )
+                _require(group, event, held_out=False)
+                _require_finished(group, event)
+                if group.committed:
+                    raise IllegalTransition(f"group {event.group_id!r}", "committed", "committed")
                 group.committed = True
             case GroupTrained():
                 self._train(event)
+            case GroupEvaluated():
+                group = self._group(event.group_id)
+                _require(group, event, held_out=True)
+                _require_finished(group, event)
+                self._end(event.group_id)
             case GroupDropped() | GroupEvicted() | GroupAborted():
                 group = self._endable(event)
+                if not isinstance(event, GroupAborted):
+                    _require(group, event, held_out=False)
                 self._end(event.group_id)
-                self._ends[type(event)] += len(group.stages)
+                if not group.held_out:
+                    self._ends[type(event)] += len(group.stages)
 
     def compacted(self, event: Compacted) -> None:
         """Begin with the counts of groups that are no longer on record."""
@@ -170,10 +179,11 @@ class Groups:
         for rollout_id in event.rollout_ids:
             if rollout_id in self._group_of:
                 raise IllegalTransition(f"rollout {rollout_id!r}", "live", f"dispatched again with {subject}")
-        self._live[event.group_id] = _Group(dict.fromkeys(event.rollout_ids, Stage.EXPECTED))
+        self._live[event.group_id] = _Group(dict.fromkeys(event.rollout_ids, Stage.EXPECTED), event.held_out)
         self._group_of.update(dict.fromkeys(event.rollout_ids, event.group_id))
-        self._dispatched += len(event.rollout_ids)
-        self.last = event.group_id
+        if not event.held_out:
+            self._dispatched += len(event.rollout_ids)
+            self.last = event.group_id
 
     def _replace(self, event: RolloutReplaced) -> None:
         group = self._group(event.group_id)
@@ -185,10 +195,11 @@ class Groups:
             raise IllegalTransition(f"rollout {event.by!r}", "live", "dispatched again")
         group.stages |= {event.rollout_id: Stage.REPLACED, event.by: Stage.EXPECTED}
         self._group_of[event.by] = event.group_id
-        self._dispatched += 1
+        self._dispatched += not group.held_out
 
     def _train(self, event: GroupTrained) -> None:
         group = self._endable(event)
+        _require(group, event, held_out=False)
         if not group.committed:
             raise IllegalTransition(f"group {event.group_id!r}", "not committed", "trained")
         self._end(event.group_id)
@@ -201,8 +212,7 @@ class Groups:
         group = self._group(event.group_id)
         running = [r for r, stage in group.stages.items() if stage is Stage.RUNNING]
         if running:
-            step = type(event).__name__.removeprefix("Group").lower()
-            raise IllegalTransition(f"group {event.group_id!r}", f"running ({running})", step)
+            raise IllegalTransition(f"group {event.group_id!r}", f"running ({running})", _step(event))
         return group
 
     def _group(self, group_id: str) -> _Group:
@@ -214,3 +224,19 @@ class Groups:
     def _end(self, group_id: str) -> None:
         for rollout_id in self._live.pop(group_id).stages:
             del self._group_of[rollout_id]
+
+
+def _require(group: _Group, event: GroupEvent, *, held_out: bool) -> None:
+    if group.held_out != held_out:
+        state = "held out" if group.held_out else "not held out"
+        raise IllegalTransition(f"group {event.group_id!r}", state, _step(event))
+
+
+def _require_finished(group: _Group, event: GroupEvent) -> None:
+    unfinished = [r for r, stage in group.stages.items() if not stage.finished]
+    if unfinished:
+        raise IllegalTransition(f"group {event.group_id!r}", f"unfinished ({unfinished})", _step(event))
+
+
+def _step(event: GroupEvent) -> str:
+    return type(event).__name__.removeprefix("Group").lower()

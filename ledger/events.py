@@ -125,6 +125,8 @@ class GroupDispatched(_Event, frozen=True, kw_only=True):
     rollout_ids: tuple[str, ...]
     version: int
     """Weight version served at dispatch."""
+    held_out: bool = False
+    """Played for an evaluation. Such a group is never committed or trained, and counts in no account."""
 
 
 class RolloutReplaced(_Event, frozen=True, kw_only=True):
@@ -143,6 +145,13 @@ class GroupCommitted(_Event, frozen=True, kw_only=True):
 
 
 class GroupTrained(_Event, frozen=True, kw_only=True):
+    group_id: str
+    step: int
+
+
+class GroupEvaluated(_Event, frozen=True, kw_only=True):
+    """The end of a held-out group: its rewards went into the evaluation after `step` optimizer steps."""
+
     group_id: str
     step: int
 
@@ -192,7 +201,7 @@ CallEvent = CallAdmitted | CallCommitted | CallFailed
 RolloutEvent = (
     RolloutOpened | CallEvent | TerminalDeclared | TerminalWitnessed | RolloutSealed | RolloutFinalized | RolloutAborted
 )
-GroupEnd = GroupTrained | GroupDropped | GroupEvicted | GroupAborted
+GroupEnd = GroupTrained | GroupEvaluated | GroupDropped | GroupEvicted | GroupAborted
 GroupEvent = GroupDispatched | RolloutReplaced | GroupCommitted | GroupEnd
 Event = RolloutEvent | GroupEvent | CheckpointMarked | RunResumed | Compacted
 

@@ -30,6 +30,7 @@ from ledger.events import (
     GroupCommitted,
     GroupDispatched,
     GroupDropped,
+    GroupEvaluated,
     GroupEvicted,
     GroupTrained,
     Lineage,
@@ -84,7 +85,7 @@ class Ledger:
 
     @property
     def last_group(self) -> str:
-        """The group that was dispatched last, also when it has ended; "" before the first."""
+        """The group that was dispatched last, also when it has ended; held-out ones aside. "" before the first."""
         return self._groups.last
 
     def call_count(self, rollout_id: str) -> int:
@@ -222,12 +223,23 @@ class Ledger:
             with suppress(RolloutClosed, UnknownRollout):
                 await self.fail(call_id, reason, detail)
 
-    async def dispatched(self, group_id: str, prompt_id: str, rollout_ids: Sequence[str], version: int) -> None:
-        """A prompt group is about to be played, its rollouts starting under weight `version`."""
+    async def dispatched(
+        self, group_id: str, prompt_id: str, rollout_ids: Sequence[str], version: int, *, held_out: bool = False
+    ) -> None:
+        """A prompt group is about to be played, its rollouts starting under weight `version`.
+
+        A `held_out` one is for an evaluation: it is in no account, and can be evaluated or aborted, nothing else.
+        """
         for rollout_id in rollout_ids:
             ids.check_rollout_id(rollout_id)
         await self._record(
-            GroupDispatched(group_id=group_id, prompt_id=prompt_id, rollout_ids=tuple(rollout_ids), version=version)
+            GroupDispatched(
+                group_id=group_id,
+                prompt_id=prompt_id,
+                rollout_ids=tuple(rollout_ids),
+                version=version,
+                held_out=held_out,
+            )
         )
 
     async def replaced(self, group_id: str, rollout_id: str, by: str) -> None:
@@ -245,6 +257,10 @@ class Ledger:
     async def trained(self, group_id: str, step: int) -> None:
         """A committed group was trained in optimizer step `step`: its end."""
         await self._record(GroupTrained(group_id=group_id, step=step))
+
+    async def evaluated(self, group_id: str, step: int) -> None:
+        """A held-out group's rewards are known, after `step` optimizer steps: its end. All its rollouts are finished."""
+        await self._record(GroupEvaluated(group_id=group_id, step=step))
 
     async def dropped(self, group_id: str, reason: str) -> None:
         """The group cannot be trained: its end. No rollout of it may be running."""

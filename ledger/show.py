@@ -128,6 +128,8 @@ def _fate(fate: Fate) -> str:
     text = str(fate.end)
     if fate.end == "trained":
         text = f"trained in step {fate.step}"
+    elif fate.end == "evaluated":
+        text = f"held out: evaluated after step {fate.step}"
     elif fate.step is not None:
         text = f"{fate.end}: {clean(fate.detail)}; the rest of its group was trained in step {fate.step}"
     elif fate.detail:

@@ -18,6 +18,7 @@ from ledger.events import (
     GroupDispatched,
     GroupDropped,
     GroupEnd,
+    GroupEvaluated,
     GroupEvicted,
     GroupTrained,
     Lineage,
@@ -55,9 +56,9 @@ class CallStory(Struct, kw_only=True):
 class Fate(Struct, frozen=True, kw_only=True):
     """What became of a rollout's tokens."""
 
-    end: Literal["live", "trained", "dropped", "evicted", "aborted"]
+    end: Literal["live", "trained", "evaluated", "dropped", "evicted", "aborted"]
     step: int | None = None
-    """The optimizer step that its group was trained in, counted from 1."""
+    """The optimizer step that its group was trained in, counted from 1; of an evaluation, the steps done before it."""
     detail: str = ""
     undone_by_resume: int | None = None
     """The run was resumed from the checkpoint of this many steps, which does not have that step."""
@@ -207,6 +208,8 @@ def _fate(state: str, detail: str, committed: bool, end: GroupEnd | None, undone
                 detail=detail,
                 undone_by_resume=undone,
             )
+        case GroupEvaluated():
+            return Fate(end="evaluated", step=end.step)
         case GroupDropped():
             return Fate(end="dropped", detail=end.reason)
         case GroupEvicted():

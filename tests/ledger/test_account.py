@@ -80,6 +80,51 @@ async def test_only_an_aborted_rollout_of_a_live_group_is_replaced_and_only_once
         await rig.ledger.replaced("other", "g.1", "z")
 
 
+async def held_out(rig: Rig, group_id: str, ends: str) -> None:
+    """Like `finished`."""
+    rollouts = [f"{group_id}.{i}" for i in range(len(ends))]
+    await rig.ledger.dispatched(group_id, "prompt", rollouts, 0, held_out=True)
+    for rollout_id, end in zip(rollouts, ends, strict=True):
+        await rig.ledger.open(rollout_id, group_id)
+        if end == "v":
+            await rig.turns("x", rollout_id=rollout_id)
+        await rig.ledger.finalize(rollout_id, (await rig.sealed(rollout_id)).reason)
+
+
+async def test_held_out_groups_are_in_no_account_and_cannot_be_trained():
+    rig = Rig()
+    await finished(rig, "g", "v")
+    before, last = rig.ledger.account, rig.ledger.last_group
+    await held_out(rig, "e", "vr")
+    for verb in (
+        rig.ledger.committed("e"),
+        rig.ledger.trained("e", 0),
+        rig.ledger.dropped("e", ""),
+        rig.ledger.evicted("e"),
+    ):
+        with pytest.raises(IllegalTransition, match="held out"):
+            await verb
+    with pytest.raises(IllegalTransition, match="is not held out: it cannot be evaluated"):
+        await rig.ledger.evaluated("g", 0)
+    assert (rig.ledger.account, rig.ledger.last_group) == (before, last)
+    await rig.ledger.evaluated("e", 0)
+    assert rig.ledger.account == before
+    with pytest.raises(UnknownGroup, match="already ended"):
+        await rig.ledger.evaluated("e", 0)
+
+
+async def test_a_held_out_group_is_evaluated_only_when_finished_and_may_be_given_up():
+    rig = Rig()
+    await rig.ledger.dispatched("e", "prompt", ["e.0"], 0, held_out=True)
+    await rig.ledger.open("e.0", "e")
+    await rig.ledger.abort("e.0", "its worker died")
+    await rig.ledger.replaced("e", "e.0", "e.0r1")
+    with pytest.raises(IllegalTransition, match="unfinished"):
+        await rig.ledger.evaluated("e", 0)
+    await rig.ledger.give_up("the run ended")
+    assert rig.ledger.account == Account()
+
+
 async def test_a_second_end_is_refused():
     rig = Rig()
     await finished(rig, "g", "v")

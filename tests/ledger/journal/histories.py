@@ -22,7 +22,8 @@ from tests.ledger.worker import assistant, user
 async def play_group(rig: Rig, group_id: str, *, size: int, rng: random.Random) -> None:
     """Play a group's rollouts at the same time; they are verified, rejected or aborted, each in its way."""
     rollouts = [f"{group_id}.{i}" for i in range(size)]
-    await rig.ledger.dispatched(group_id, f"prompt of {group_id}", rollouts, rng.randint(0, 3))
+    held_out = group_id.startswith("e")
+    await rig.ledger.dispatched(group_id, f"prompt of {group_id}", rollouts, rng.randint(0, 3), held_out=held_out)
     async with anyio.create_task_group() as tg:
         for rollout_id in rollouts:
             tg.start_soon(_play_rollout, rig, rollout_id, group_id, random.Random(rng.random()))
@@ -65,7 +66,8 @@ async def _play_rollout(rig: Rig, rollout_id: str, group_id: str, rng: random.Ra
 
 @cache
 def history(groups: int = 3, *, live: int = 1, seed: int = 0) -> tuple[Event, ...]:
-    """The events of some groups that end, with a checkpoint after each, and of `live` that have not ended."""
+    """The events of some groups that end, with a checkpoint after each, and of `live` that have not ended; of a held-out
+    group too."""
     log = MemoryLog()
 
     async def play() -> None:
@@ -74,6 +76,9 @@ def history(groups: int = 3, *, live: int = 1, seed: int = 0) -> tuple[Event, ..
             await play_group(rig, f"g{n}", size=3, rng=rng)
             if n < groups:
                 await end_group(rig, f"g{n}", step=n, rng=rng)
+                if n == 0:
+                    await play_group(rig, "e0", size=2, rng=rng)
+                    await rig.ledger.evaluated("e0", 1)
                 await rig.ledger.checkpointed(n + 1)
 
     with ThreadPoolExecutor(1) as thread:  # A test may have a loop in this one.
