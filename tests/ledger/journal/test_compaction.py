@@ -202,7 +202,7 @@ async def test_a_journal_of_any_length_stays_small(tmp_path: Path):
         async with opened(tmp_path, segment_bytes=2000, history_bytes=4000) as (journal, _):
             for event in history(groups=3, live=0, seed=n):
                 await journal.append(event)
-                again += isinstance(event, RolloutReplaced)
+                again += isinstance(event, RolloutReplaced) and event.group_id != "e0"  # held out, in no account
         sizes.append(size_of(tmp_path))
     assert max(sizes) < 4000 + 2 * 2000 < sum(sizes) / 3, sizes
     assert standing(events_in(tmp_path))["account"].ended == 12 * 9 + again
