@@ -71,7 +71,7 @@ def open_client(controller: ServerAddress, manager: str, config: Mapping[str, An
     except BaseException as error:
         client.close()
         if isinstance(error, TimeoutError):
-            raise DataPlaneDown(f"no answer from {describe(controller)}") from error
+            raise DataPlaneDown(f"no answer from {controller}") from error
         raise
     return client
 
@@ -90,9 +90,3 @@ def translated() -> Generator[None]:
 def server_info(address: ServerAddress) -> ZMQServerInfo:
     role = Role.CONTROLLER if address.role == "controller" else Role.STORAGE
     return ZMQServerInfo(role=role, id=address.id, ip=address.ip, ports=dict(address.ports))
-
-
-def describe(address: ServerAddress) -> str:
-    """A server, for an error message."""
-    ports = ", ".join(f"{name} {port}" for name, port in address.ports.items())
-    return f"the data plane's {address.role} server {address.id} at {address.ip} ({ports})"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
-from dataplane import tq_settings
+from dataplane import software, tq_settings
 from dataplane.spec import ServerAddress
 
 BALLAST = 20_000
@@ -27,17 +27,26 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
 
-    # What libraries print must not mix with the handshake.
-    handshake = os.dup(1)
-    os.dup2(2, 1)
+    channel = handshake_channel()
     tq_settings.apply()
     server = _controller(arguments.host) if arguments.role == "controller" else _storage(arguments.host)
     info = server.get_zmq_server_info()
-    gc.freeze()  # a collection over all that was imported would stop every request for some 150 ms
-    address = ServerAddress(role=arguments.role, id=info.id, ip=info.ip, ports=info.ports)
-    os.write(handshake, msgspec.json.encode(address) + b"\n")
-    os.close(handshake)
+    address = ServerAddress(arguments.role, info.id, info.ip, info.ports, software.running(software.TRANSFER_QUEUE))
+    serve_until_stdin_ends(channel, address)
 
+
+def handshake_channel() -> int:
+    """A descriptor of stdout, which is stderr from now on: what libraries print must not mix with the handshake."""
+    channel = os.dup(1)
+    os.dup2(2, 1)
+    return channel
+
+
+def serve_until_stdin_ends(channel: int, address: ServerAddress) -> NoReturn:
+    """Print the address on the channel, and end this process when the one that holds its stdin lets go."""
+    gc.freeze()  # a collection over all that was imported would stop every request for some 150 ms
+    os.write(channel, msgspec.json.encode(address) + b"\n")
+    os.close(channel)
     while os.read(0, 4096):
         pass
     os._exit(0)  # there is nothing to save, and TransferQueue's own exit waits for its threads

@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE
-from typing import Literal
+from typing import TypeVar
 
 import anyio
 import msgspec
@@ -19,9 +20,10 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
 from dataplane.errors import DataPlaneDown
-from dataplane.spec import ServerAddress
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 MAX_HELLO_BYTES = 64 * 1024
@@ -40,6 +42,7 @@ class ServerProcess:
 
     def __init__(self, name: str, process: Process) -> None:
         self.name = name
+        self.greeted = False
         self.obituary = ""
         """How it ended, once it has."""
         self._process = process
@@ -47,16 +50,18 @@ class ServerProcess:
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
 
     @classmethod
-    async def spawn(cls, role: Literal["controller", "storage"], name: str, host: str) -> ServerProcess:
-        """Start `python -m dataplane.serve`."""
+    async def spawn(
+        cls, name: str, module: str, arguments: Sequence[str], *, env: Mapping[str, str] | None = None
+    ) -> ServerProcess:
+        """Start `python -m MODULE ARGUMENTS`, with `env` besides this process's environment."""
         # -P and this path: our package is found wherever it is, and no file of the working directory shadows a library.
         path = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
         process = await anyio.open_process(
-            [sys.executable, "-P", "-m", "dataplane.serve", role, "--host", host],
+            [sys.executable, "-P", "-m", module, *arguments],
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
             start_new_session=True,
         )
         return cls(name, process)
@@ -68,17 +73,22 @@ class ServerProcess:
     def __str__(self) -> str:
         return f"data-plane {self.name} (pid {self.pid})"
 
-    async def hello(self) -> ServerAddress:
-        """Await its address. Needs `watch` running. Raises DataPlaneDown with its last words when it ends instead."""
+    async def hello(self, kind: type[T]) -> T:
+        """Await the line in which it says where it serves. Needs `watch` running.
+
+        Raises DataPlaneDown with its last words when it ends instead.
+        """
         stdout = BufferedByteReceiveStream(_present(self._process.stdout))
         try:
             line = await stdout.receive_until(b"\n", MAX_HELLO_BYTES)
-            return msgspec.json.decode(line, type=ServerAddress)
+            said = msgspec.json.decode(line, type=kind)
         except anyio.IncompleteRead:
             await self._ended.wait()
             raise DataPlaneDown(f"{self.obituary} before it was ready{self.last_words()}") from None
         except (anyio.DelimiterNotFound, msgspec.DecodeError) as error:
             raise DataPlaneDown(f"{self} did not greet with its address: {error}") from error
+        self.greeted = True
+        return said
 
     async def watch(self) -> None:
         """Pass on what it prints to the log, until it has ended."""
@@ -112,10 +122,11 @@ class ServerProcess:
 
     async def _drain(self) -> None:
         rest = ""
-        async for text in TextReceiveStream(_present(self._process.stderr), errors="replace"):
-            *lines, rest = (rest + text)[-MAX_HELLO_BYTES:].split("\n")
-            for line in lines:
-                self._hear(line)
+        with contextlib.suppress(anyio.ClosedResourceError):  # stopped, while a child of its own still holds the pipe
+            async for text in TextReceiveStream(_present(self._process.stderr), errors="replace"):
+                *lines, rest = (rest + text)[-MAX_HELLO_BYTES:].split("\n")
+                for line in lines:
+                    self._hear(line)
         if rest:
             self._hear(rest)
 

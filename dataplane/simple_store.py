@@ -9,7 +9,7 @@ import anyio
 import zmq
 
 from dataplane.errors import DataPlaneDown
-from dataplane.queue_store import BatchMeta, QueueStore, describe, open_client, server_info
+from dataplane.queue_store import BatchMeta, QueueStore, open_client, server_info
 from dataplane.spec import PlaneSpec, ServerAddress
 from dataplane.store import NoAnswer
 
@@ -72,7 +72,7 @@ class SimpleStore(QueueStore):
         try:
             await self._client.storage_manager._probe_storage_unit(target_storage_unit=unit.id)
         except zmq.Again as error:
-            raise DataPlaneDown(f"no answer from {describe(unit)}") from error
+            raise DataPlaneDown(f"no answer from {unit}") from error
 
     async def _drop(self, unit: str, indexes: Collection[int]) -> None:
         for attempt in range(ERASE_ATTEMPTS):

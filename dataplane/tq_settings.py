@@ -15,6 +15,8 @@ _DEFAULTS = {
     # A put's notice to the controller is not sent again, and one that arrives after the put was taken back would mark
     # rows that are gone as readable: wait for it as long as for any other answer of the controller.
     "TQ_DATA_UPDATE_RESPONSE_TIMEOUT": "300",
+    # Mooncake's client: what went wrong comes back as a code, and is reported as an error that names the call.
+    "MC_LOG_LEVEL": "ERROR",
 }
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import anyio
 
-from dataplane import health
+from dataplane import health, software
 from dataplane.errors import DataPlaneDown, DataPlaneTimeout
 from dataplane.janitor import Janitor
 from dataplane.metrics import Metrics
@@ -24,7 +24,6 @@ from dataplane.plane import Column, Row
 from dataplane.private_loop import PrivateLoop
 from dataplane.row_store import RowStore
 from dataplane.scheduler import Scheduler
-from dataplane.simple_store import SimpleStore, describe
 from dataplane.spec import PlaneSpec
 from dataplane.store import Store
 
@@ -64,12 +63,11 @@ class TransferQueuePlane:
         plane = cls(private, spec.timeout_s)
 
         async def attach() -> None:
-            servers = [
-                (describe(server), server.ip, min(server.ports.values())) for server in (spec.controller, *spec.storage)
-            ]
+            software.require_same(spec.servers)
+            servers = [(str(server), server.ip, server.life_port) for server in spec.servers]
             for server in servers:
                 await health.require(*server)
-            plane._store = await SimpleStore.connect(spec)
+            plane._store = await _connect_store(spec)
             plane._rows = RowStore(plane._store, plane._metrics)
             plane._janitor = Janitor(private, plane._scheduler, plane._rows.debts, plane._rows.clear)
             for server in servers:
@@ -162,3 +160,13 @@ class TransferQueuePlane:
             except DataPlaneTimeout:
                 self._metrics.add("timeouts")
                 raise
+
+
+async def _connect_store(spec: PlaneSpec) -> Store:
+    if spec.backend == "mooncake":
+        from dataplane.mooncake_store import MooncakeStore
+
+        return await MooncakeStore.connect(spec)
+    from dataplane.simple_store import SimpleStore
+
+    return await SimpleStore.connect(spec)

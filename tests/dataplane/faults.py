@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ def frozen(*pids: int) -> Generator[None]:
     """The processes stand still (SIGSTOP) for the length of the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+        while state(pid) not in "TZX":  # each of its threads stops at its own next chance
+            time.sleep(0.001)
     try:
         yield
     finally:
@@ -41,11 +44,15 @@ async def running_loop() -> AsyncGenerator[list[float]]:
 
 
 def alive(pid: int) -> bool:
+    return state(pid) not in "ZX"
+
+
+def state(pid: int) -> str:
+    """R, S, D, T (stopped), Z (dead, not yet waited for) or X (gone)."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+        return "X"
 
 
 async def gone(*pids: int) -> None:

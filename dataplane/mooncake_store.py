@@ -1,0 +1,206 @@
+"""A `Store` on TransferQueue's MooncakeStore: rows are kept in the memory of Mooncake's storage servers.
+
+Objects have the names and the layout that TransferQueue gives them, one for each column of a row, so its own client can read
+them. Mooncake's calls block, with a frozen master for 30 s: each one is made in a thread.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar, cast
+
+import anyio
+import anyio.to_thread
+import torch
+from tensordict import TensorDict
+from transfer_queue.metadata import extract_field_schema
+
+from dataplane import software
+from dataplane.codec import ROW_ID
+from dataplane.errors import DataPlaneDown, DataPlaneError
+from dataplane.queue_store import BatchMeta, QueueStore, open_client
+from dataplane.spec import MooncakeSpec, PlaneSpec, ServerAddress
+from dataplane.store import NoAnswer, Vanished
+
+T = TypeVar("T")
+
+LOCAL_BUFFER_BYTES = 16 * 2**20
+"""Mooncake's own staging buffer, which reads and writes of registered memory do not use."""
+MAX_THREADS = 16
+"""Calls of one client at the same time, those included whose callers have left."""
+GREETING_TIMEOUT_S = 5.0
+
+DONE, NO_SPACE, NOT_FOUND, NOT_READY = 0, -200, -704, -707
+NO_ANSWER = (-800, -900, -901)
+"""Transfer failed; the master's connection failed; the master did not answer."""
+
+
+class MooncakeStore(QueueStore):
+    """See `Store`."""
+
+    def __init__(self, client: Any, objects: Any) -> None:
+        super().__init__(client)
+        self._objects = objects
+        """Mooncake's own client."""
+        self._limiter = anyio.CapacityLimiter(MAX_THREADS)
+
+    @classmethod
+    async def connect(cls, spec: PlaneSpec) -> MooncakeStore:
+        """Greet the controller, the master and every storage server. Raises DataPlaneDown, naming the one that is silent."""
+        mooncake = cast("MooncakeSpec", spec.mooncake)
+        if problem := software.mooncake_problem():
+            raise DataPlaneDown(f"the rows are kept by MooncakeStore, but {problem}")
+        # Mooncake's set-up holds the interpreter while it waits for its master, so it must be known to answer.
+        await _greet_master(mooncake.master)
+        config = {
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": f"{mooncake.master.ip}:{mooncake.master.ports['rpc']}",
+            "local_hostname": _own_address(mooncake.master),
+            "protocol": mooncake.protocol,
+            "device_name": mooncake.devices,
+            "global_segment_size": 0,  # a client's death must not take rows with it
+            "local_buffer_size": LOCAL_BUFFER_BYTES,
+        }
+        client: Any = open_client(spec.controller, "MooncakeStore", config)
+        store = cls(client, client.storage_manager.storage_client._store)
+        try:
+            for server in spec.storage:
+                await store._greet(server)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    async def write(self, meta: BatchMeta, batch: TensorDict) -> None:
+        columns = cast("dict[str, torch.Tensor]", dict(batch.items()))
+        for name, column in columns.items():
+            codes = await self._blocking(self._put, _names(meta, name), *_flat(column))
+            _raise_for(codes, "put")
+        # Beside its identity each row says which columns it has: `erase` must name every object.
+        belongings = {index: {ROW_ID: sorted(columns)} for index in meta.global_indexes}
+        await self._client.storage_manager.notify_data_update(
+            meta.partition_ids[0], meta.global_indexes, extract_field_schema(batch), belongings
+        )
+
+    async def read(self, meta: BatchMeta, columns: Sequence[str]) -> TensorDict:
+        found: dict[str, Any] = {}
+        for name in columns:
+            schema = meta.field_schema[name]
+            lengths: list[int] = [int(shape[0]) for shape in schema["per_sample_shapes"]]
+            bounds = [0, *accumulate(lengths)]
+            values = torch.empty(bounds[-1], dtype=schema["dtype"])
+            codes = await self._blocking(self._get, _names(meta, name), values, bounds)
+            _raise_for(codes, "get")
+            found[name] = torch.nested.nested_tensor_from_jagged(values, torch.tensor(bounds))
+        return TensorDict(found, batch_size=meta.size)
+
+    async def erase(self, meta: BatchMeta) -> None:
+        await self._client._mark_clearing_in_controller(meta)
+        belongings: list[list[str] | None] = [row.get(ROW_ID) for row in cast("Any", meta)._custom_backend_meta]
+        if None in belongings:
+            # Rows that are not whole do not say what they have: ask the master for all objects of these numbers. It goes
+            # through every object it knows.
+            numbers = "|".join(map(str, meta.global_indexes))
+            removed = await self._blocking(self._objects.remove_by_regex, f"^(?:{numbers})@", True)
+            codes = [min(removed, DONE)]
+        else:
+            names = [
+                _name(index, column)
+                for index, columns in zip(meta.global_indexes, belongings, strict=True)
+                for column in columns or ()
+            ]
+            codes = await self._blocking(self._objects.batch_remove, names, True)
+        _raise_for([code for code in codes if code != NOT_FOUND], "clear")
+        await self._client._clear_meta_in_controller(meta)
+
+    def close(self) -> None:
+        self._objects.close()
+        super().close()
+
+    async def _greet(self, server: ServerAddress) -> None:
+        """Write, read and remove an object on this server."""
+        config = software.mooncake_store().ReplicateConfig()
+        config.preferred_segment = server.id
+        name, value = f"greeting to {server.id}", torch.arange(2)
+        await self._blocking(self._put, [name], value, [0, 2], config)
+        codes = await self._blocking(self._get, [name], torch.empty_like(value), [0, 2])
+        await self._blocking(self._objects.batch_remove, [name], True)
+        if codes != [value.nbytes]:
+            raise DataPlaneDown(f"no answer from {server}: Mooncake's code is {codes[0]}")
+
+    async def _blocking(self, function: Callable[..., T], *arguments: Any) -> T:
+        # When the caller leaves, the thread goes on with the arrays that it holds.
+        return await anyio.to_thread.run_sync(function, *arguments, abandon_on_cancel=True, limiter=self._limiter)
+
+    def _put(self, names: list[str], values: torch.Tensor, bounds: list[int], config: Any = None) -> list[int]:
+        options = {} if config is None else {"config": config}
+        return self._move(self._objects.batch_upsert_from, names, values, bounds, **options)
+
+    def _get(self, names: list[str], values: torch.Tensor, bounds: list[int]) -> list[int]:
+        return self._move(self._objects.batch_get_into, names, values, bounds)
+
+    def _move(
+        self, move: Callable[..., list[int]], names: list[str], values: torch.Tensor, bounds: list[int], **options: Any
+    ) -> list[int]:
+        """One code for each name. Each lies in `values` from one bound to the next."""
+        start, width = values.data_ptr(), values.element_size()
+        places = [start + width * bound for bound in bounds[:-1]]
+        sizes = [width * (end - begin) for begin, end in pairwise(bounds)]
+        self._objects.register_buffer(start, values.nbytes)
+        try:
+            return move(names, places, sizes, **options)
+        finally:
+            self._objects.unregister_buffer(start)
+
+
+def _name(index: int, column: str) -> str:
+    return f"{index}@{column}"
+
+
+def _names(meta: BatchMeta, column: str) -> list[str]:
+    return [_name(index, column) for index in meta.global_indexes]
+
+
+def _flat(column: Any) -> tuple[torch.Tensor, list[int]]:
+    """A jagged column's values behind each other, and the bounds of its rows."""
+    return column.values().contiguous(), column.offsets().tolist()
+
+
+def _raise_for(codes: Sequence[int], operation: str) -> None:
+    """Mooncake's answers, as errors. Of a read they are sizes."""
+    failed = {code for code in codes if code < DONE}
+    if not failed:
+        return
+    if failed <= {NOT_FOUND, NOT_READY}:
+        raise Vanished
+    if NO_SPACE in failed:
+        raise DataPlaneError(
+            f"{operation}: Mooncake's storage has no room for it; rows live until their step is trained: "
+            "give it more memory (dataplane.mooncake.memory_mb), or let fewer groups live at the same time"
+        )
+    if failed.intersection(NO_ANSWER):
+        raise NoAnswer(f"{operation}: no answer from Mooncake's master or storage, codes {sorted(failed)}")
+    raise DataPlaneError(f"{operation}: Mooncake refused it, codes {sorted(failed)}")
+
+
+async def _greet_master(master: ServerAddress) -> None:
+    """Ask its admin server for the master's health."""
+    try:
+        with anyio.fail_after(GREETING_TIMEOUT_S):
+            async with await anyio.connect_tcp(master.ip, master.ports["admin"]) as connection:
+                await connection.send(f"GET /health HTTP/1.1\r\nHost: {master.ip}\r\n\r\n".encode())
+                answer = await connection.receive(1024)
+    except (OSError, TimeoutError, anyio.EndOfStream, anyio.BrokenResourceError) as error:
+        raise DataPlaneDown(f"no answer from {master}") from error
+    if not re.match(rb"HTTP/1\.\d 200 ", answer):
+        raise DataPlaneDown(f"{master} does not serve: {answer[:200]!r}")
+
+
+def _own_address(server: ServerAddress) -> str:
+    """This machine's address on the network of `server`. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((server.ip, server.ports["rpc"]))
+        return probe.getsockname()[0]

@@ -1,0 +1,29 @@
+"""Which Ray cluster the data plane's servers run in, and where in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+
+class RaySettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    address: Annotated[str, Meta(pattern=r"^(auto|[^\s/]+:[0-9]{1,5})$", description="auto or host:port")] = "auto"
+    """The cluster's address; `auto` joins the one that this machine is part of. None is ever started."""
+    namespace: Annotated[str, Meta(min_length=1)] = "monoloop"
+    """Where the servers' actors get their names: one data plane to a namespace."""
+    placement: Literal["spread", "pack", "driver"] = "spread"
+    """`spread` over the nodes, `pack` on few of them, or all on the `driver`'s node."""
+    resource: str | None = None
+    """A custom resource that a node must have to get a server."""
+    cpus_per_server: Annotated[float, Meta(ge=0)] = 1.0
+    """What Ray sets aside for each."""
+    token_file: str | None = None
+    """The token of a cluster that asks for one; null leaves it to Ray (`RAY_AUTH_TOKEN`, `~/.ray/auth_token`)."""
+
+    def environment(self) -> Mapping[str, str]:
+        """What Ray must find in the environment of a process that joins."""
+        if self.token_file is None:
+            return {}
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_file}
