@@ -76,6 +76,8 @@ class Controller:
         self._hand_out: ObjectSendStream[StepReport] | None = None
         self._run: Run | None = None
         self._used = False
+        self._error: BaseException | None = None
+        """Of the run."""
         self.summary: RunSummary | None = None
         """Set when the run has ended."""
 
@@ -97,8 +99,12 @@ class Controller:
         self._interrupts.stop()
         try:
             swallowed = await self._stack.__aexit__(kind, error, trace)
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
+        except (Exception, BaseExceptionGroup) as late:
+            # What ended the run is told, not what its end then met; a full disk fails the reports too.
+            first = first_error(late if self._error is None else BaseExceptionGroup("", [self._error, late]))
+            if first is late:
+                raise
+            raise first from None
         if swallowed:
             raise self._interrupted()
 
@@ -131,6 +137,7 @@ class Controller:
         with anyio.CancelScope(shield=True):
             self.summary = await wind_down.finish(status, reason, began=self._began)
         if error is not None:
+            self._error = error
             raise error
         if wind_down.failure is not None:
             raise wind_down.failure

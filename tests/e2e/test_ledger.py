@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
@@ -19,10 +21,11 @@ from tests.e2e.running import conserved, finished, started
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 ENVIRONMENTS = '''
-import resource
+import subprocess
 from pathlib import Path
 
 import anyio
+from controller import RolloutResult
 from workers.environments.reverse_text import ReverseText
 
 class Slow(ReverseText):
@@ -31,15 +34,28 @@ class Slow(ReverseText):
         await anyio.sleep(0.3)
         return await super().rollout(ctx, prompt)
 
-class FillsTheDisk(ReverseText):
-    """After some rollouts no file of the controller grows beyond the size that the ledger has, its largest."""
-    played = 0
+class OnASmallDisk(ReverseText):
+    """Has the ledger on a disk of 48 KiB, and notes what became of each call."""
+    def prompts(self, seed):
+        # The first one is drawn when the ledger has its folder, and nothing in it.
+        if not Path("mounted").exists():
+            Path("mounted").touch()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", "run/ledger"], check=True)
+        yield from super().prompts(seed)
+
     async def rollout(self, ctx, prompt):
-        self.played += 1
-        if self.played == 60:
-            size = Path("run/ledger/segment-000001.log").stat().st_size
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        return await super().rollout(ctx, prompt)
+        note("asked", ctx.rollout_id)
+        try:
+            answer = await ctx.chat([{"role": "user", "content": "hi"}])
+        except BaseException as error:
+            note("errors", type(error).__name__)
+            raise
+        note("answered", answer.call_id)
+        return RolloutResult(reward=len(answer.text) / 10)
+
+def note(file, line):
+    with Path(file).open("a") as lines:
+        print(line, file=lines)
 '''
 
 
@@ -111,15 +127,54 @@ async def test_after_a_kill_the_ledger_goes_on_and_every_account_is_right(config
     )
 
 
+@pytest.fixture
+def mountable(folder: Path) -> Iterator[None]:
+    """Skips where no disk can be mounted; unmounts the ledger's."""
+    trial = folder / "trial"
+    trial.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(trial)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    subprocess.run(["umount", str(trial)], check=True)
+    yield
+    if os.path.ismount(folder / "run" / "ledger"):
+        subprocess.run(["umount", "--lazy", str(folder / "run" / "ledger")], check=True)
+
+
 @pytest.mark.long
-async def test_a_full_disk_ends_the_run_with_one_clear_message(config: dict[str, Any], folder: Path) -> None:
-    config |= {"environment": {"name": "envs:FillsTheDisk"}, "run": {"dir": "run", "steps": 50}}
-    run = await finished(config, folder, code=1)
+@pytest.mark.usefixtures("mountable")
+async def test_a_full_disk_ends_the_run_with_one_clear_message_and_with_space_it_goes_on(
+    config: dict[str, Any], folder: Path
+) -> None:
+    config |= {"environment": {"name": "envs:OnASmallDisk"}, "checkpoint": {"every_steps": 1}}
+    run = await finished(config, folder, "--set", "run.steps=100", code=1)
     failed = re.findall(r"^(.*)JournalFailed: ledger run/ledger/segment-000001.log: (.*)$", run.output, re.MULTILINE)
-    why = "cannot be written: File too large; what was acknowledged is kept"
+    why = "cannot be written: No space left on device; what was acknowledged is kept"
     assert failed == [("  reason    ", why), ("", why)], "in the summary, and as the error: " + run.output
     assert "Traceback" not in run.output
     summary = run.summary()
     assert summary["status"] == "failed"
     assert conserved(summary)
-    assert ledger("verify", run.run_dir).endswith("sound\n")
+    assert_kept(run.run_dir, folder)
+    asked, answered, errors = ((folder / name).read_text().split() for name in ("asked", "answered", "errors"))
+    assert len(asked) == len(answered) + len(errors), "nobody waits for ever"
+    assert set(errors) <= {"JournalFailed", "CancelledError"}
+
+    await anyio.run_process(["mount", "-o", "remount,size=16m", str(run.run_dir / "ledger")])
+    steps = summary["steps"] + 2
+    run = await finished(config, folder, "--set", f"run.steps={steps}")
+    assert "resumed after step" in run.output
+    summary = run.summary()
+    assert conserved(summary)
+    assert (summary["status"], summary["steps"]) == ("finished", steps)
+    assert_kept(run.run_dir, folder)
+    assert "live 0; lost=0 duplicated=0" in ledger("verify", run.run_dir)
+
+
+def assert_kept(run_dir: Path, folder: Path) -> None:
+    """The record is sound, and has every call that an agent got an answer to."""
+    assert ledger("verify", run_dir).endswith("sound\n")
+    committed = {c["call_id"] for s in stories(run_dir) for c in s["calls"] if c["state"] == "committed"}
+    answered = (folder / "answered").read_text().split()
+    assert answered
+    assert committed.issuperset(answered)
