@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import msgspec
 from msgspec.structs import replace
 
@@ -12,6 +14,9 @@ from ledger.gate import Gate
 from ledger.ids import call_of
 from ledger.records import Message, Sampling
 from workers.environments.base import ChatAnswer
+
+_FAILED_PAUSE_S = 0.1
+"""Before a failure is told: code that catches it and calls again at once would get nothing but failures, and all the CPU."""
 
 
 class BadMessages(Exception):
@@ -27,6 +32,8 @@ class InLoopContext:
         self._sampling = sampling
         self._base_url = base_url
         self._api_key = api_key
+        self._closed = False
+        self._calls: set[anyio.CancelScope] = set()
         self.terminal: str | None = None
         """The call that the environment declared as the end."""
 
@@ -49,7 +56,37 @@ class InLoopContext:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> ChatAnswer:
-        """See `RolloutContext.chat`."""
+        """See `RolloutContext.chat`. Once the context is closed it does not return."""
+        if not self._closed:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+        call = anyio.CancelScope()
+        self._calls.add(call)
+        try:
+            with call:
+                if not self._closed:
+                    return await self._chat(messages, tools, max_tokens)
+        except Exception:
+            await anyio.sleep(_FAILED_PAUSE_S)
+            raise
+        finally:
+            self._calls.discard(call)
+        # Deaf to cancellations too: code that swallows them would only come back.
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep_forever()
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """The rollout is over: end its calls, and let no further one return."""
+        self._closed = True
+        for call in tuple(self._calls):
+            call.cancel()
+
+    async def _chat(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+    ) -> ChatAnswer:
         limit = self._sampling.max_tokens
         if max_tokens is not None and max_tokens < 1:
             raise BadMessages(f"chat(max_tokens={max_tokens!r}): at least 1 token must be allowed")

@@ -13,6 +13,7 @@ from numbers import Real
 import anyio
 
 from controller.context import InLoopContext
+from controller.foreign import await_foreign
 from controller.records import PlayedRollout, PromptGroup
 from ledger.errors import RolloutClosed
 from ledger.ledger import Ledger
@@ -65,7 +66,9 @@ class Player:
         failure: Reason | None = None
         with anyio.move_on_after(self._timeout_s) as deadline:
             try:
-                result = await self._environment.rollout(context, group.prompt)
+                result = await await_foreign(
+                    self._rollout(context, group), f"rollout {rollout_id}", on_cancel=context.close
+                )
             except Exception as e:
                 raise RolloutError(self._place(group, rollout_id) + f"rollout() raised {type(e).__name__}: {e}") from e
         if deadline.cancelled_caught:
@@ -85,6 +88,9 @@ class Player:
             failure=failure,
             tokens=result.tokens,
         )
+
+    async def _rollout(self, context: InLoopContext, group: PromptGroup) -> object:
+        return await self._environment.rollout(context, group.prompt)
 
     def _checked(self, group: PromptGroup, rollout_id: str, result: object) -> RolloutResult:
         place = self._place(group, rollout_id)
