@@ -15,13 +15,12 @@ from typing import Any, TypeVar, cast
 import anyio
 import anyio.to_thread
 import torch
-from tensordict import TensorDict
-from transfer_queue.metadata import extract_field_schema
 
 from dataplane import software
 from dataplane.codec import ROW_ID
 from dataplane.errors import DataPlaneDown, DataPlaneError
 from dataplane.queue_store import BatchMeta, QueueStore, open_client
+from dataplane.ragged import Batch, Ragged, schema_of
 from dataplane.spec import MooncakeSpec, PlaneSpec, ServerAddress
 from dataplane.store import NoAnswer, Vanished
 
@@ -74,19 +73,18 @@ class MooncakeStore(QueueStore):
             raise
         return store
 
-    async def write(self, meta: BatchMeta, batch: TensorDict) -> None:
-        columns = cast("dict[str, torch.Tensor]", dict(batch.items()))
-        for name, column in columns.items():
-            codes = await self._blocking(self._put, _names(meta, name), *_flat(column))
+    async def write(self, meta: BatchMeta, batch: Batch) -> None:
+        for name, column in batch.items():
+            codes = await self._blocking(self._put, _names(meta, name), column.values, column.bounds)
             _raise_for(codes, "put")
         # Beside its identity each row says which columns it has: `erase` must name every object.
-        belongings = {index: {ROW_ID: sorted(columns)} for index in meta.global_indexes}
+        belongings = {index: {ROW_ID: sorted(batch)} for index in meta.global_indexes}
         await self._client.storage_manager.notify_data_update(
-            meta.partition_ids[0], meta.global_indexes, extract_field_schema(batch), belongings
+            meta.partition_ids[0], meta.global_indexes, schema_of(batch), belongings
         )
 
-    async def read(self, meta: BatchMeta, columns: Sequence[str]) -> TensorDict:
-        found: dict[str, Any] = {}
+    async def read(self, meta: BatchMeta, columns: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        found: dict[str, list[torch.Tensor]] = {}
         for name in columns:
             schema = meta.field_schema[name]
             lengths: list[int] = [int(shape[0]) for shape in schema["per_sample_shapes"]]
@@ -94,8 +92,8 @@ class MooncakeStore(QueueStore):
             values = torch.empty(bounds[-1], dtype=schema["dtype"])
             codes = await self._blocking(self._get, _names(meta, name), values, bounds)
             _raise_for(codes, "get")
-            found[name] = torch.nested.nested_tensor_from_jagged(values, torch.tensor(bounds))
-        return TensorDict(found, batch_size=meta.size)
+            found[name] = Ragged(values, bounds).rows()
+        return found
 
     async def erase(self, meta: BatchMeta) -> None:
         await self._client._mark_clearing_in_controller(meta)
@@ -162,11 +160,6 @@ def _name(index: int, column: str) -> str:
 
 def _names(meta: BatchMeta, column: str) -> list[str]:
     return [_name(index, column) for index in meta.global_indexes]
-
-
-def _flat(column: Any) -> tuple[torch.Tensor, list[int]]:
-    """A jagged column's values behind each other, and the bounds of its rows."""
-    return column.values().contiguous(), column.offsets().tolist()
 
 
 def _raise_for(codes: Sequence[int], operation: str) -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
-
-from tensordict import TensorDict
 
 from dataplane import tq_settings
 from dataplane.errors import DataPlaneDown
 from dataplane.spec import ServerAddress
-from dataplane.store import NoAnswer, Vanished
 
 tq_settings.apply()
 
 # TransferQueue reads its settings while it is imported.
 from transfer_queue.client import AsyncTransferQueueClient  # noqa: E402
 from transfer_queue.metadata import BatchMeta  # noqa: E402
-from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout  # noqa: E402
-from transfer_queue.storage.simple_storage import StorageKeyNotFoundError  # noqa: E402
 from transfer_queue.utils.enum_utils import Role  # noqa: E402
 from transfer_queue.utils.zmq_utils import ZMQServerInfo  # noqa: E402
 
@@ -28,10 +22,10 @@ ZMQ_IO_THREADS = 2
 
 
 class QueueStore:
-    """All verbs of `Store` but `erase`."""
+    """The verbs of `Store` that do not touch the rows' storage."""
 
     def __init__(self, client: AsyncTransferQueueClient) -> None:
-        # Its methods are typed as far as they are public; erasing needs some that are not.
+        # Its methods are typed as far as they are public; a store needs some that are not.
         self._client: Any = client
         self.retries = 0
 
@@ -44,14 +38,6 @@ class QueueStore:
 
     async def create(self, partition: str, keys: Sequence[str]) -> BatchMeta:
         return await self._client.async_kv_retrieve_meta(keys=list(keys), partition_id=partition, create=True)
-
-    async def write(self, meta: BatchMeta, batch: TensorDict) -> None:
-        with translated():
-            await self._client.storage_manager.put_data(batch, meta)
-
-    async def read(self, meta: BatchMeta, columns: Sequence[str]) -> TensorDict:
-        with translated():
-            return await self._client.storage_manager.get_data(meta.select_fields(list(columns)))
 
     async def keys(self, partition: str) -> list[str]:
         listing = await self._client.async_kv_list(partition)
@@ -74,17 +60,6 @@ def open_client(controller: ServerAddress, manager: str, config: Mapping[str, An
             raise DataPlaneDown(f"no answer from {controller}") from error
         raise
     return client
-
-
-@contextmanager
-def translated() -> Generator[None]:
-    """TransferQueue's errors of a storage server as those of a `Store`."""
-    try:
-        yield
-    except StorageUnitTimeout as error:
-        raise NoAnswer(str(error)) from error
-    except StorageKeyNotFoundError as error:
-        raise Vanished from error
 
 
 def server_info(address: ServerAddress) -> ZMQServerInfo:

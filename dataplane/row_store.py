@@ -8,23 +8,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, cast
+from typing import Literal, NoReturn
 
 import anyio
 import torch
-from tensordict import TensorDict
 
 from dataplane.codec import ROW_ID, pack, unpack
 from dataplane.errors import BadRow, DataPlaneError, DataPlaneTimeout, RowExists, RowGone, RowMismatch
 from dataplane.janitor import Debts
 from dataplane.metrics import Metrics
 from dataplane.plane import Column, Row
+from dataplane.ragged import Batch
 from dataplane.rows import check_rows, dtype_problem
 from dataplane.store import NoAnswer, Store, Vanished
 
 _log = logging.getLogger(__name__)
 
 ROLLBACK_TIMEOUT_S = 10.0
+CLEARED_AT_ONCE = 1024
+"""Rows. TransferQueue's client unpickles what is known of them in one piece, for 1 ms in which no other thread runs."""
 
 
 class RowStore:
@@ -78,13 +80,13 @@ class RowStore:
             if meta.size != len(unique) or not wanted <= set(meta.field_names):
                 await self._refuse(partition, unique, wanted)
             try:
-                batch = await self._store.read(meta, sorted(wanted))
+                found = await self._store.read(meta, sorted(wanted))
             except Vanished as error:
                 message = "cleared while it was being read"
                 raise RowGone(message, partition=partition, keys=unique) from error
             dtypes = {name: meta.field_schema[name]["dtype"] for name in wanted}
             with self._metrics.timed("decode"):
-                rows = dict(zip(unique, unpack(partition, unique, columns, batch, dtypes), strict=True))
+                rows = dict(zip(unique, unpack(partition, unique, columns, found, dtypes), strict=True))
         if len(keys) == len(unique):
             return list(rows.values())
         return [{name: column.copy() for name, column in rows[key].items()} for key in keys]
@@ -95,29 +97,32 @@ class RowStore:
             return 0
         with _typed("clear", partition, outcome="unknown"):
             try:
-                meta = await self._store.find(partition, keys)
-                if meta.size:
-                    await self._store.erase(meta)
+                cleared = 0
+                for begin in range(0, len(keys), CLEARED_AT_ONCE):
+                    meta = await self._store.find(partition, keys[begin : begin + CLEARED_AT_ONCE])
+                    if meta.size:
+                        await self._store.erase(meta)
+                    cleared += meta.size
             except BaseException:
                 self.debts.add(partition, keys)
                 raise
             self.debts.settle(partition, keys)
-            return meta.size
+            return cleared
 
     async def keys(self, partition: str, prefix: str) -> list[str]:
         """The occupied keys, sorted."""
         with _typed("keys", partition, outcome="none"):
             return sorted(key for key in await self._store.keys(partition) if key.startswith(prefix))
 
-    async def _verify(self, partition: str, keys: Sequence[str], batch: TensorDict) -> None:
+    async def _verify(self, partition: str, keys: Sequence[str], batch: Batch) -> None:
         """TransferQueue calls a put done that its controller refused, or never heard of. What counts is what it says now."""
         meta = await self._store.find(partition, keys)
-        offered: dict[str, torch.dtype] = {name: column.dtype for name, column in cast("Any", batch).items()}
-        for name, dtype in offered.items():
+        for name, column in batch.items():
+            dtype = column.values.dtype
             stored = meta.field_schema.get(name, {}).get("dtype", dtype)
             if stored != dtype:
                 raise BadRow(dtype_problem(name, _plain(stored), _plain(dtype)), partition=partition, keys=keys)
-        if meta.size != len(keys) or not set(offered) <= set(meta.field_names):
+        if meta.size != len(keys) or not set(batch) <= set(meta.field_names):
             raise DataPlaneError(f"put on partition {partition!r}: TransferQueue did not make the rows readable")
 
     async def _taken_back(self, partition: str, keys: Sequence[str]) -> bool:

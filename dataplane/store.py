@@ -6,12 +6,13 @@ returns has taken effect, and a server that does not answer is a `NoAnswer`. Eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
     from transfer_queue.metadata import BatchMeta
+
+    from dataplane.ragged import Batch
 
 
 class NoAnswer(Exception):
@@ -40,12 +41,18 @@ class Store(Protocol):
         """Occupy keys: from here on they must be written or erased."""
         ...
 
-    async def write(self, meta: BatchMeta, batch: TensorDict) -> None:
-        """Store a batch. That it became readable must be verified with `find`: TransferQueue ignores a refusal there."""
+    async def write(self, meta: BatchMeta, batch: Batch) -> None:
+        """Store a batch, each row by itself: of what is stored together, one surviving row would keep the memory of all.
+
+        That it became readable must be verified with `find`: TransferQueue ignores a refusal there.
+        """
         ...
 
-    async def read(self, meta: BatchMeta, columns: Sequence[str]) -> TensorDict:
-        """The found rows' columns, the rows in the meta's order. Raises Vanished."""
+    async def read(self, meta: BatchMeta, columns: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+        """The found rows' columns, each with one 1-D tensor per row in the meta's order. Raises Vanished.
+
+        What comes back is not proven to be that: `codec.unpack` does it.
+        """
         ...
 
     async def erase(self, meta: BatchMeta) -> None:
