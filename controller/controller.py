@@ -24,6 +24,7 @@ from controller.checkpoint import Checkpoints, read_state
 from controller.config.checks import check_config
 from controller.config.problems import ConfigError
 from controller.config.schema import Config
+from controller.evaluation import draw_held_out, without_held_out
 from controller.first_error import first_error, lost_connection
 from controller.gateway import control_file, open_listener
 from controller.interrupts import Interrupted, open_interrupts
@@ -172,7 +173,7 @@ class Controller:
         if findings.problems:
             raise ConfigError(findings.problems)
         # Before the folder: a mistake in it must not move an older run aside.
-        environment, prompts = await anyio.to_thread.run_sync(self._make_environment)
+        environment, prompts, held_out = await anyio.to_thread.run_sync(self._make_environment)
         self._run_dir, checkpoint = await stack.enter_async_context(in_thread(open_run_dir(config.run, self._resume)))
         resumed = None if checkpoint is None else await anyio.to_thread.run_sync(read_state, checkpoint)
         await anyio.to_thread.run_sync(_write_config, self._run_dir, config)
@@ -212,6 +213,7 @@ class Controller:
                 returned=() if resumed is None else resumed.pending,
                 skip=0 if resumed is None else resumed.drawn,
             ),
+            held_out=held_out,
             observer=self._observer,
             checkpoints=checkpoints,
             resumed=resumed,
@@ -228,7 +230,7 @@ class Controller:
         self._tasks: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
         doing(None)
 
-    def _make_environment(self) -> tuple[Environment, Iterator[Prompt]]:
+    def _make_environment(self) -> tuple[Environment, Iterator[Prompt], tuple[Prompt, ...]]:
         settings = self._config.environment
         environment = self._environment
         if environment is None:
@@ -239,7 +241,8 @@ class Controller:
                     f"environment: {environment!r} has no method {method}(); see workers.environments.base.Environment"
                 )
         prompts = environment.prompts(self._config.run.seed) if self._prompts is None else self._prompts
-        return environment, iter(prompts)
+        held_out = draw_held_out(environment, self._config.evaluation)
+        return environment, without_held_out(iter(prompts), held_out), held_out
 
     def _snapshot(self) -> ProgressSnapshot | None:
         return None if self._run is None else self._run.snapshot()

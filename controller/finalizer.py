@@ -1,7 +1,7 @@
 """The finalizer group: turns played groups into verified training rows, or placeholders with a reason.
 
 Invariant: a row is published only from a sealed receipt whose every staged row was read back and verified, unless token
-capture is off; staged rows of a group are cleared only after the group is ready or dropped.
+capture is off, and never of a held-out group; staged rows of a group are cleared only after the group is ready or has ended.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class FinalizerGroup:
         late_after_s: float = 60.0,
         max_dropped_in_a_row: int = 64,
         warn: Callable[[str], None] = logger.warning,
+        evaluated: Callable[[str, Sequence[TrainSample]], None] = lambda _, __: None,
     ) -> None:
         self._requests = requests
         self._buffer = buffer
@@ -93,6 +94,7 @@ class FinalizerGroup:
         self._max_dropped_in_a_row = max_dropped_in_a_row
         self._dropped_in_a_row = 0
         self._warn = warn
+        self._evaluated = evaluated
         self._echo_limits = echo_limits
         self._timings: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
@@ -131,11 +133,16 @@ class FinalizerGroup:
     async def _finalize(self, request: FinalizationRequest) -> None:
         receipts = await self._seal(request.rollouts)
         verdicts = await self._verdicts(request.rollouts, receipts)
+        if request.evaluation is not None:
+            await self._conclude(request, request.evaluation, receipts, verdicts)
+            return
         failed = _failed(verdicts)
         if failed is None or self._on_failure == "placeholder":
             verdicts = await self._publish(verdicts)
             failed = None
         samples = [sample_of(rollout, verdicts[rollout.rollout_id]) for rollout in request.rollouts]
+        for rollout_id, verdict in verdicts.items():
+            self._count(rollout_id, verdict)
         with anyio.CancelScope(shield=True):
             await self._record(samples, verdicts)
             if failed is not None and self._on_failure == "abort":
@@ -155,6 +162,18 @@ class FinalizerGroup:
             if self._dropped_in_a_row >= self._max_dropped_in_a_row:
                 last = next(v for v in reversed(verdicts.values()) if isinstance(v, Rejection))
                 raise NothingTrainable(self._dropped_in_a_row, self.rejections, last)
+
+    async def _conclude(
+        self, request: FinalizationRequest, step: int, receipts: Sequence[Receipt], verdicts: Mapping[str, Verdict]
+    ) -> None:
+        """End a held-out group, and hand its samples to the evaluation after `step` steps."""
+        samples = [sample_of(rollout, verdicts[rollout.rollout_id]) for rollout in request.rollouts]
+        with anyio.CancelScope(shield=True):
+            await self._record(samples, verdicts)
+            await self._ledger.evaluated(request.group_id, step=step)
+            with self._phase("clear"):
+                await self._cleaner.clear(receipts)
+            self._evaluated(request.group_id, samples)
 
     async def _seal(self, rollouts: Sequence[PlayedRollout]) -> list[Receipt]:
         """The receipts, in the order of the rollouts."""
@@ -207,7 +226,6 @@ class FinalizerGroup:
             for sample in samples:
                 verdict = verdicts[sample.rollout_id]
                 reason, detail = (verdict.reason, verdict.detail) if isinstance(verdict, Rejection) else (None, "")
-                self._count(sample.rollout_id, verdict)
                 tg.start_soon(self._ledger.finalize, sample.rollout_id, reason, detail)
 
     def _count(self, rollout_id: str, verdict: Verdict) -> None:

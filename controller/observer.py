@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio.to_thread
+
+from controller.reporting.evaluation_report import EvaluationReport
 from controller.reporting.frame import ProgressSnapshot
 from controller.reporting.log import logging_to
-from controller.reporting.metrics_log import MetricsLog
+from controller.reporting.metrics_log import MetricsLog, read_evaluations
+from controller.reporting.plain_view import evaluation_line
 from controller.reporting.progress import Progress
 from controller.reporting.step_report import StepReport
 from controller.reporting.trace import TraceLog
@@ -21,9 +25,18 @@ logger = logging.getLogger(__name__)
 class Observer:
     """Use `open_observer`."""
 
-    def __init__(self, writer: ReportWriter, progress: Progress, metrics: MetricsLog, trace: TraceLog) -> None:
+    def __init__(
+        self,
+        writer: ReportWriter,
+        progress: Progress,
+        metrics: MetricsLog,
+        trace: TraceLog,
+        evaluations: Sequence[EvaluationReport],
+    ) -> None:
         self.writer = writer
         self.progress = progress
+        self.evaluations = list(evaluations)
+        """All of the run so far."""
         self._metrics = metrics
         self._trace = trace
 
@@ -31,6 +44,12 @@ class Observer:
         self._metrics.write(report)
         self.progress.step(report)
         logger.info("step %d done in %.2f s, reward %s", report.step, report.seconds, report.reward_mean)
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        self.evaluations.append(report)
+        self._metrics.write_evaluation(report)
+        self.progress.evaluation(report)
+        logger.info("%s", evaluation_line(report))
 
     def doing(self, what: str | None) -> None:
         """What the controller as a whole does: starting up, winding down; None while it trains."""
@@ -60,6 +79,9 @@ async def open_observer(
     async with ReportWriter().running() as writer:
         metrics = await MetricsLog.open(writer, run_dir, resume_at=first_step)
         trace = await TraceLog.open(writer, run_dir, resume=first_step > 0)
-        progress = Progress(name=run_dir.name, steps=steps, snapshot=snapshot, first_step=first_step)
+        evaluations = await anyio.to_thread.run_sync(read_evaluations, run_dir)
+        progress = Progress(
+            name=run_dir.name, steps=steps, snapshot=snapshot, first_step=first_step, evaluations=evaluations
+        )
         async with logging_to(run_dir, progress.warning), progress.running():
-            yield Observer(writer, progress, metrics, trace)
+            yield Observer(writer, progress, metrics, trace, evaluations)

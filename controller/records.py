@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from msgspec import Struct
 
@@ -65,6 +66,8 @@ class FinalizationRequest(Struct, frozen=True, kw_only=True):
 
     group_id: str
     rollouts: tuple[PlayedRollout, ...]
+    evaluation: int | None = None
+    """Of a held-out group, which is verified and never published: the steps done before its evaluation."""
 
 
 class PromptGroup(Struct, frozen=True, kw_only=True):
@@ -75,3 +78,12 @@ class PromptGroup(Struct, frozen=True, kw_only=True):
     start_version: int
     """The weight version served when it was dispatched."""
     rollout_ids: tuple[str, ...]
+
+
+def metric_means(samples: Sequence[TrainSample]) -> dict[str, float | None]:
+    """Mean of each environment metric over the rollouts that gave it."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: fmean(v) for name, v in values.items()}

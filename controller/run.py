@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import anyio
+from msgspec.structs import replace
 
 from controller.buffer import GroupState, ReplayBuffer
 from controller.checkpoint import Checkpoints, ControllerState
-from controller.config.figures import sampler_of
+from controller.config.figures import generating_groups, sampler_of
 from controller.config.schema import Config, GateConfig, RolloutConfig
 from controller.context import InLoopContext
 from controller.echo import Limits as EchoLimits
+from controller.evaluation import Evaluator, is_held_out
 from controller.finalizer import FinalizerGroup
 from controller.gateway import Listener
 from controller.generation_pool import GenerationPool
@@ -22,7 +24,7 @@ from controller.machinery import Machinery
 from controller.observer import Observer
 from controller.player import Player
 from controller.prompts import PromptSource
-from controller.records import FinalizationRequest
+from controller.records import FinalizationRequest, TrainSample
 from controller.reporting.frame import ProgressSnapshot
 from controller.reporting.step_report import StepReport
 from controller.reporting.summary import Accounts
@@ -55,6 +57,7 @@ class Run:
         ledger: Ledger,
         environment: Environment,
         prompts: PromptSource,
+        held_out: Sequence[Prompt],
         observer: Observer,
         checkpoints: Checkpoints,
         resumed: ControllerState | None,
@@ -91,11 +94,19 @@ class Run:
             seed=config.run.seed,
         )
         self._sampling = _sampling(config.rollout)
+        temperature = config.evaluation.temperature
+        self._evaluation_sampling = replace(
+            self._sampling, temperature=self._sampling.temperature if temperature is None else temperature
+        )
         self._listener = listener
         self.gate_server = GateServer(
             self._gate,
             self.ledger,
-            SamplingRules(self._sampling, config.gate.sampling),
+            SamplingRules(
+                self._sampling,
+                config.gate.sampling,
+                lambda rollout_id: self._evaluation_sampling if is_held_out(rollout_id) else None,
+            ),
             url=listener.url,
             model=Path(config.model.path).name,
             limits=_limits(config.gate),
@@ -121,8 +132,20 @@ class Run:
             late_after_s=2 * config.dataplane.timeout_s,
             max_dropped_in_a_row=config.finalizer.max_dropped_in_a_row,
             warn=observer.progress.warning,
+            evaluated=self._evaluated,
         )
         self._player = self._player_with(environment, self._sampling)
+        self.evaluator = Evaluator(
+            config=config.evaluation,
+            questions=held_out,
+            player=self._player_with(environment, self._evaluation_sampling),
+            ledger=self.ledger,
+            state=self.state,
+            finalize=send,
+            concurrency=generating_groups(config.rollout) * config.rollout.group_size,
+            recorded=observer.evaluations,
+            report=observer.evaluation,
+        )
         self._rollouts = RolloutPump(
             config=config.rollout,
             player=self._player,
@@ -146,6 +169,7 @@ class Run:
             plane=machinery.plane,
             trainer=machinery.trainer,
             weight_sync=self.weight_sync,
+            evaluator=self.evaluator,
             checkpoint=self.checkpoint,
             checkpoint_every=config.checkpoint.every_steps,
             report=self._report,
@@ -161,7 +185,7 @@ class Run:
         watchdog = StallWatchdog(
             stall_after_s=self._config.watchdog.stall_after_s,
             action=self._config.watchdog.stall_action,
-            progress=lambda: (self.finalizers.committed, self.state.step),
+            progress=lambda: (self.finalizers.committed + self.evaluator.played, self.state.step),
             activities=self.activities,
             describe=self.describe,
             warn=self._observer.progress.warning,
@@ -226,25 +250,32 @@ class Run:
         held = "; dispatch is held" if self.state.dispatch_held else ""
         return (
             f"step {self.state.step} of {self.state.last_step}, weight version {self.state.version}{held}; "
-            f"groups: {groups}; {self.pool.outstanding} model calls in flight, {self._player.playing} rollouts playing"
+            f"groups: {groups}; {self.pool.outstanding} model calls in flight, {self._playing} rollouts playing"
         )
 
     def snapshot(self) -> ProgressSnapshot:
         calls = self.pool.outstanding
         counts = self.buffer.counts()
         activity = self.activities.now().get("train pump")
+        what = "starting" if activity is None else activity.what
+        if self.evaluator.remaining:
+            what = f"{what} ({self.evaluator.remaining} rollouts to go)"
         return ProgressSnapshot(
             step=self.state.step,
-            activity="starting" if activity is None else activity.what,
+            activity=what,
             activity_since=time.monotonic() if activity is None else activity.since,
             rollouts={
                 "generating": calls,
-                "scoring": self._player.playing - calls,
+                "scoring": self._playing - calls,
                 "finalizing": counts.get(GroupState.FINALIZING, 0) * self._config.rollout.group_size,
             },
             buffer=counts,
             weight_version=self.state.version,
         )
+
+    @property
+    def _playing(self) -> int:
+        return self._player.playing + self.evaluator.playing
 
     def _cut(self, pending: tuple[Prompt, ...]) -> ControllerState:
         totals, groups = self.totals(), self._group_ends()
@@ -287,6 +318,9 @@ class Run:
     def _forget(self, rollout_id: str) -> None:
         self.pool.forget(rollout_id)
         self.gate_server.forget(rollout_id)
+
+    def _evaluated(self, group_id: str, samples: Sequence[TrainSample]) -> None:
+        self.evaluator.evaluated(group_id, samples)
 
     def _report(self, done: TrainedStep) -> None:
         now = time.monotonic()

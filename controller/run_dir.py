@@ -16,7 +16,7 @@ Resume: TypeAlias = Literal["auto", "never"] | Path
 """auto: continue the folder's latest checkpoint if it has one. never: start anew. A path: continue that checkpoint."""
 
 CHECKPOINTS = "checkpoints"
-_OURS = ("metrics.jsonl", "summary.json", "trace.json", CHECKPOINTS, LEDGER)
+_OURS = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "trace.json", CHECKPOINTS, LEDGER)
 
 
 class RunDirError(Exception):

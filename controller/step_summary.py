@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
 from controller.buffer import ReplayBuffer
-from controller.records import TrainSample
+from controller.records import metric_means
 from controller.reporting.step_report import StepReport
 from controller.train_pump import TrainedStep
 
@@ -55,18 +55,9 @@ def summarise(
         counts=dict(counts),
         buffer=buffer.counts(),
         trainer=trainer,
-        environment=_means(samples),
+        environment=metric_means(samples),
         data_plane=dict(data_plane),
         custody={name: float(count) for name, count in (custody or {}).items()},
         rows=sum(len(s.rows) for s in trained),
         unproven=sum(not s.proven for s in trained),
     )
-
-
-def _means(samples: Sequence[TrainSample]) -> dict[str, float | None]:
-    """Mean of each environment metric over the rollouts that gave it."""
-    values: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.metrics.items():
-            values.setdefault(name, []).append(value)
-    return {name: float(np.mean(v)) for name, v in values.items()}

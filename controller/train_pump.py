@@ -18,6 +18,7 @@ from controller.batching import plan_microbatches
 from controller.buffer import GroupEntry, ReplayBuffer
 from controller.config.schema import AdvantageConfig, TrainingConfig
 from controller.credit import Credit, row_weights
+from controller.evaluation import Evaluator
 from controller.records import TrainSample
 from controller.run_state import RunState
 from controller.samplers import Sampler
@@ -69,6 +70,7 @@ class TrainPump:
         plane: DataPlane,
         trainer: RpcClient,
         weight_sync: WeightSync,
+        evaluator: Evaluator,
         checkpoint: Callable[[], Awaitable[None]],
         checkpoint_every: int | None,
         report: Callable[[TrainedStep], None],
@@ -88,6 +90,7 @@ class TrainPump:
         self._plane = plane
         self._trainer = trainer
         self._weight_sync = weight_sync
+        self._evaluator = evaluator
         self._checkpoint = checkpoint
         self._checkpoint_every = checkpoint_every
         self._report = report
@@ -100,11 +103,13 @@ class TrainPump:
         while self._state.step < self._state.last_step:
             phases: dict[str, float] = {}
             await self._checkpoint_when_due(phases)
+            await self._evaluate_when_due(phases)
             with self._phase("wait_rollouts", "waiting for a step's groups", phases):
                 groups = await self._next_groups()
             if not groups:
-                return
+                break
             await self._step(groups, phases)
+        await self._evaluate_when_due({}, last=True)
 
     async def _evict(self) -> None:
         evicted = self._sampler.evict(self._state.view())
@@ -143,7 +148,7 @@ class TrainPump:
                     for entry in groups:
                         await self._ledger.trained(entry.group_id, step=done.step)
                     await self._plane.clear(TRAIN, keys)
-            if self._state.step < self._state.last_step:
+            if self._state.step < self._state.last_step or self._evaluator.due(last=True):
                 with self._phase("weight_sync", f"synchronising weights after step {done.step}", phases):
                     await self._weight_sync.sync(self._state.step)
         finally:
@@ -158,6 +163,12 @@ class TrainPump:
             return
         with self._phase("checkpoint", f"writing the checkpoint of step {step}", phases):
             await self._checkpoint()
+
+    async def _evaluate_when_due(self, phases: dict[str, float], *, last: bool = False) -> None:
+        """The engines serve the weights of the last step, and no other weights come before this returns."""
+        if self._evaluator.due(last=last):
+            with self._phase("evaluate", f"evaluating after step {self._state.step}", phases):
+                await self._evaluator.evaluate()
 
     def _with_advantages(self, groups: Sequence[GroupEntry]) -> Samples:
         out: list[tuple[GroupEntry, TrainSample, float]] = []

@@ -73,6 +73,7 @@ class WindDown:
             await self._observer.writer.flush()
         reports = await anyio.to_thread.run_sync(read_reports, self._run_dir)
         first, last = reward_edges(reports)
+        evaluations = self._observer.evaluations
         summary = RunSummary(
             name=self._run_dir.name,
             status=status,
@@ -89,6 +90,8 @@ class WindDown:
             weight_version=self._run.state.version,
             reward_first=first,
             reward_last=last,
+            evaluation_first=evaluations[0] if evaluations else None,
+            evaluation_last=evaluations[-1] if len(evaluations) > 1 else None,
             versions=await anyio.to_thread.run_sync(package_versions),
         )
         with self._part("writing the summary"):

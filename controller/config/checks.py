@@ -41,6 +41,7 @@ def check_config(config: Config) -> Findings:
         *_token_capture(config),
         *_context(config, model),
         *_loss(config),
+        *_evaluation(config),
         *_deadlines(config),
         *_loop(config),
         *_gate(config),
@@ -202,6 +203,43 @@ def _loss(config: Config) -> Iterator[Problem]:
             path="training.optimizer.warmup_steps",
             what=f"{optimizer.warmup_steps} > run.steps {config.run.steps}: the rate never reaches {optimizer.lr:g}",
             allowed=f"<= {config.run.steps}",
+            warning=True,
+        )
+
+
+_HELD_OUT = {
+    "agent_process": "held_out_prompts",
+    "reasoning_gym": "held_out_share",
+    "reverse_text": "held_out_share",
+}
+"""The argument by which a built-in environment sets prompts aside."""
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    evaluation, environment = config.evaluation, config.environment
+    if evaluation.questions is None:
+        if evaluation.every_steps is not None:
+            yield Problem(
+                path="evaluation.every_steps",
+                what=f"{evaluation.every_steps} without evaluation.questions: there is no evaluation",
+                allowed="null, unless evaluation.questions says how many held-out prompts to ask",
+                warning=True,
+            )
+        return
+    argument = _HELD_OUT.get(environment.name)
+    if argument is not None and not environment.args.get(argument):
+        yield Problem(
+            path="evaluation.questions",
+            what=f"{evaluation.questions}, but {environment.name} sets no prompts aside",
+            allowed="null, unless the environment has held-out prompts",
+            remedy=f"set environment.args.{argument}",
+        )
+    temperature = config.rollout.temperature if evaluation.temperature is None else evaluation.temperature
+    if temperature == 0 and evaluation.samples > 1:
+        yield Problem(
+            path="evaluation.samples",
+            what=f"{evaluation.samples} with temperature 0: greedy samples of a question are all alike",
+            allowed="1 at temperature 0",
             warning=True,
         )
 

@@ -51,6 +51,11 @@ def _run(config: Config, model: ModelFacts) -> Iterator[Row]:
         terms.append(f"entropy {loss.entropy_coef:g}")
     yield "loss", ", ".join(terms)
     yield "custody", _custody(config)
+    evaluation = config.evaluation
+    if evaluation.questions is not None:
+        between = "" if evaluation.every_steps is None else f", every {_count(evaluation.every_steps, 'step')}"
+        what = f"{evaluation.questions} held-out questions x {_count(evaluation.samples, 'sample')}"
+        yield "evaluation", f"{what} before the first step{between} and after the last, training waits meanwhile"
     sampling = f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k or 'off'}"
     yield "sampling", f"{sampling}, up to {rollout.max_tokens} tokens a call"
 

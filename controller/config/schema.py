@@ -151,6 +151,21 @@ class AdvantageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     `rloo`: less the mean of the others."""
 
 
+class EvaluationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rollouts on held-out prompts before the first step, after the last, and between; docs/evaluation.md."""
+
+    questions: Count | None = None
+    """Held-out prompts, the same ones in every evaluation; null is no evaluation. The environment has to offer so many."""
+    samples: Count = 1
+    """Rollouts per question."""
+    every_steps: PositiveInt | None = None
+    """Steps between evaluations; null leaves the one before the first step and the one after the last."""
+    temperature: NonNegative | None = None
+    """Sampling temperature of these rollouts, 0 for greedy; null takes rollout.temperature."""
+    seed: NonNegativeInt = 0
+    """Which of the environment's held-out prompts are asked."""
+
+
 class DataPlaneConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     storage_units: PositiveInt = 1
     """TransferQueue storage processes."""
@@ -272,6 +287,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     dataplane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     token_capture: TokenCaptureConfig = field(default_factory=TokenCaptureConfig)

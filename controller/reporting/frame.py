@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from controller.reporting.evaluation_report import EvaluationReport
 from controller.reporting.step_report import StepReport
 
 
@@ -46,6 +47,8 @@ class Frame(Struct, frozen=True, kw_only=True):
     latest: StepReport | None
     rewards: tuple[float, ...]
     """Mean rewards of recent steps, the last one newest."""
+    evaluations: tuple[EvaluationReport, ...] = ()
+    """The run's first and latest."""
     eta_s: float | None
     warnings: tuple[Line, ...]
     """The last few."""

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.reporting.frame import Frame, Line
-from controller.reporting.plain_view import clock, phase_times, trainer_values
+from controller.reporting.plain_view import clock, phase_times, trainer_values, with_error
 from controller.reporting.step_report import StepReport
 from controller.reporting.terminal import Terminal
 from controller.reporting.text import duration, number, percent, sparkline
@@ -65,6 +65,8 @@ class LiveView:
         self._step_row(rows, frame)
         if frame.latest is not None:
             self._training_rows(rows, frame, frame.latest)
+        if frame.evaluations:
+            rows.add_row("held out", self._evaluations(frame))
         if frame.snapshot is not None:
             rows.add_row("rollouts", _counts(frame.snapshot.rollouts))
             rows.add_row("groups", _counts(frame.snapshot.buffer))
@@ -94,6 +96,15 @@ class LiveView:
             Text(eta, "dim"),
         )
         rows.add_row("step", line)
+
+    def _evaluations(self, frame: Frame) -> Text:
+        """`0.11 ±0.03 → 0.74 ±0.06  after step 24`."""
+        plus_minus, arrow = ("±", " → ") if self._unicode else ("+-", " -> ")
+        text = Text()
+        for report in frame.evaluations:
+            text.append(arrow if text else "", "dim")
+            text.append(with_error(report, plus_minus), "bold green")
+        return text.append(f"  after step {frame.evaluations[-1].step}", "dim")
 
     def _training_rows(self, rows: Table, frame: Frame, report: StepReport) -> None:
         spark = sparkline(frame.rewards[-_SPARKLINE_WIDTH:], ascii_only=not self._unicode)

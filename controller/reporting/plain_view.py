@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from controller.reporting.evaluation_report import EvaluationReport
 from controller.reporting.frame import Frame, Line
 from controller.reporting.step_report import StepReport
 from controller.reporting.terminal import Terminal
@@ -68,6 +69,27 @@ def step_line(report: StepReport, frame: Frame) -> str:
     if frame.eta_s is not None and report is frame.latest:
         parts.append(f"eta {duration(frame.eta_s)}")
     return "  ".join(parts)
+
+
+def evaluation_line(report: EvaluationReport) -> str:
+    parts = [f"evaluation after step {report.step}: reward {with_error(report)}"]
+    if report.samples > 1:
+        parts.append(f"best of {report.samples} {number(report.reward_best)}")
+    parts += [f"{name} {number(value)}" for name, value in report.environment.items() if value is not None]
+    if report.completion_length_mean is not None:
+        parts.append(f"length {number(report.completion_length_mean)}")
+    if report.truncated_fraction:
+        parts.append(f"truncated {percent(report.truncated_fraction)}")
+    if report.rejected:
+        parts.append(f"unproven {report.rejected}")
+    parts.append(f"{report.questions} held-out questions x {report.samples} in {duration(report.seconds)}")
+    return "  ".join(parts)
+
+
+def with_error(report: EvaluationReport, plus_minus: str = "+-") -> str:
+    """An evaluation's mean reward and its standard error."""
+    error = "" if report.reward_error is None else f" {plus_minus}{number(report.reward_error, 2)}"
+    return number(report.reward_mean) + error
 
 
 def trainer_values(report: StepReport) -> dict[str, str]:

@@ -19,8 +19,9 @@ from anyio import CancelScope, Event, current_time, move_on_after
 
 from controller.reporting.background import background
 from controller.reporting.daemon import DaemonThread
+from controller.reporting.evaluation_report import EvaluationReport
 from controller.reporting.frame import Frame, Line, ProgressSnapshot, View
-from controller.reporting.plain_view import PlainView
+from controller.reporting.plain_view import PlainView, evaluation_line
 from controller.reporting.step_report import StepReport
 from controller.reporting.terminal import Terminal
 from controller.reporting.text import clean_line
@@ -33,9 +34,10 @@ MAX_LINES = 2000
 
 
 class Progress:
-    """`snapshot` returns None while the run starts up. `first_step`: steps finished before this process took up the run.
+    """`snapshot` returns None while the run starts up. `first_step` and `evaluations`: steps finished, and evaluations made,
+    before this process took up the run.
 
-    `phase`, `step`, `note`, `warning` and `worker_line` never wait. The last three may be called from any thread.
+    `phase`, `step`, `evaluation`, `note`, `warning` and `worker_line` never wait; the last three may come from any thread.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Progress:
         steps: int,
         snapshot: Callable[[], ProgressSnapshot | None],
         first_step: int = 0,
+        evaluations: Sequence[EvaluationReport] = (),
         terminal: Terminal | None = None,
         close_timeout_s: float = 2.0,
     ) -> None:
@@ -58,6 +61,7 @@ class Progress:
         self._phase: str | None = None
         self._latest: StepReport | None = None
         self._rewards: deque[float] = deque(maxlen=64)
+        self._evaluations = list(evaluations)
         self._step_seconds: deque[float] = deque(maxlen=8)
         self._warnings: deque[Line] = deque(maxlen=3)
         self._lines: deque[Line | StepReport] = deque()
@@ -96,6 +100,10 @@ class Progress:
         self._lines.append(report)
         if report.not_finite:
             self.warning(f"step {report.step}: not finite: {', '.join(report.not_finite)}")
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        self._evaluations.append(report)
+        self.note(evaluation_line(report))
 
     def note(self, text: str) -> None:
         self._add("note", "", text)
@@ -145,6 +153,7 @@ class Progress:
             snapshot=snapshot,
             latest=self._latest,
             rewards=tuple(self._rewards),
+            evaluations=tuple(self._evaluations[:1] + self._evaluations[1:][-1:]),
             eta_s=self._eta(step, now),
             warnings=tuple(self._warnings),
         )

@@ -1,4 +1,4 @@
-"""report.png: the run's curves on one page, made from metrics.jsonl alone.
+"""report.png: the run's curves on one page, made from metrics.jsonl and evaluations.jsonl alone.
 
 `python -m controller.reporting.report RUN_DIR` makes it again at any time.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 from anyio import fail_after, run_process
 from numpy.typing import NDArray
 
-from controller.reporting.metrics_log import METRICS_FILE, BadMetrics, read_reports
+from controller.reporting.evaluation_report import EvaluationReport
+from controller.reporting.metrics_log import METRICS_FILE, BadMetrics, read_evaluations, read_reports
 from controller.reporting.step_report import PHASES, StepReport
 
 REPORT_FILE = "report.png"
@@ -28,6 +30,7 @@ _MUTED = "#6b7280"
 _GRID = "#e5e7eb"
 _BLUE, _ORANGE, _GREEN, _PURPLE, _RED, _TEAL = "#2563eb", "#e07b1a", "#15935a", "#7c4dce", "#d03a3a", "#0e8c9b"
 _PHASE_COLORS = {
+    "evaluate": _TEAL,
     "wait_rollouts": "#c3c9d4",
     "logprobs": _PURPLE,
     "train": _BLUE,
@@ -56,12 +59,12 @@ async def make_report(run_dir: Path, *, timeout_s: float = 120.0) -> Path:
 def write_report(run_dir: Path) -> Path:
     """Draws report.png beside metrics.jsonl and returns its path. Blocks for seconds. Raises `NoReport`, `OSError`."""
     try:
-        reports = read_reports(run_dir)
+        reports, evaluations = read_reports(run_dir), read_evaluations(run_dir)
     except BadMetrics as error:
         raise NoReport(str(error)) from error
     if not reports:
         raise NoReport(f"{run_dir / METRICS_FILE} holds no finished step")
-    figure = _draw(reports, run_dir.resolve().name)
+    figure = _draw(reports, evaluations, run_dir.resolve().name)
     path = run_dir / REPORT_FILE
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=130)
@@ -69,7 +72,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _draw(reports: Sequence[StepReport], name: str) -> Any:
+def _draw(reports: Sequence[StepReport], evaluations: Sequence[EvaluationReport], name: str) -> Any:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -104,12 +107,13 @@ def _draw(reports: Sequence[StepReport], name: str) -> Any:
             figure.text(0.988, 0.988, text, ha="right", va="top", color=_RED, fontsize=11, fontweight="bold")
         grid = figure.add_gridspec(3, 6)
         spots = (grid[0, :4], grid[0, 4:], grid[1, :4], grid[1, 4:], grid[2, :2], grid[2, 2:4], grid[2, 4:])
-        panels = (_reward, _staleness, _phases, _throughput, _length, _entropy, _stability)
+        reward = partial(_reward, evaluations=evaluations)
+        panels = (reward, _staleness, _phases, _throughput, _length, _entropy, _stability)
         steps = np.array([report.step for report in reports])
         for spot, panel in zip(spots, panels, strict=True):
             axes = figure.add_subplot(spot)
             panel(axes, steps, reports)
-            axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
+            axes.set_xlim((0 if evaluations else steps[0]) - 0.5, steps[-1] + 0.5)
             axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             axes.tick_params(length=0)
         for axes in figure.axes[-3:]:
@@ -124,13 +128,21 @@ def _title(reports: Sequence[StepReport], name: str) -> str:
     return f"{name}: {last.step} step{'s' * (last.step != 1)}{rollouts}"
 
 
-def _reward(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
+def _reward(
+    axes: Any, steps: Floats, reports: Sequence[StepReport], *, evaluations: Sequence[EvaluationReport]
+) -> None:
     mean = _series(reports, lambda r: r.reward_mean)
     std = _series(reports, lambda r: r.reward_std)
     axes.fill_between(steps, mean - std, mean + std, color=_BLUE, alpha=0.08, linewidth=0, label="± std of rollouts")
     _curve(axes, steps, mean, _BLUE, raw="mean", smooth="smoothed")
+    if evaluations:
+        at = [evaluation.step for evaluation in evaluations]
+        errors = [evaluation.reward_error or 0.0 for evaluation in evaluations]
+        held_out = [evaluation.reward_mean for evaluation in evaluations]
+        style = {"fmt": "o-", "color": _ORANGE, "linewidth": 1.5, "markersize": 6, "capsize": 4}
+        axes.errorbar(at, held_out, yerr=errors, label="held out ± standard error", zorder=3, **style)
     _headroom(axes)
-    axes.legend(loc="upper left", ncols=3)
+    axes.legend(loc="upper left", ncols=4)
     axes.set_title("Reward")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-PHASES = ("wait_rollouts", "logprobs", "train", "clear", "weight_sync", "checkpoint")
+PHASES = ("evaluate", "wait_rollouts", "logprobs", "train", "clear", "weight_sync", "checkpoint")
 """The parts of a step's wall time, in order."""
 
 

@@ -13,7 +13,9 @@ from anyio import CancelScope, fail_after
 from msgspec import Struct
 
 from controller.reporting.daemon import DaemonThread
+from controller.reporting.evaluation_report import EvaluationReport
 from controller.reporting.files import replace_file
+from controller.reporting.plain_view import with_error
 from controller.reporting.step_report import StepReport
 from controller.reporting.text import clean_line, duration, number
 
@@ -69,6 +71,9 @@ class RunSummary(Accounts, frozen=True, kw_only=True):
     reward_first: float | None
     """Mean reward of the first five steps (`reward_edges`)."""
     reward_last: float | None
+    evaluation_first: EvaluationReport | None = None
+    evaluation_last: EvaluationReport | None = None
+    """None also when there was only one."""
     versions: dict[str, str]
     """Of the packages that matter (`package_versions`)."""
 
@@ -117,6 +122,8 @@ def format_summary(summary: RunSummary, run_dir: Path) -> str:
     if summary.reward_first is not None:
         edges = f"{number(summary.reward_first)} -> {number(summary.reward_last)}"
         rows.append(("reward", f"{edges}  (first and last {_EDGE_STEPS} steps)"))
+    if summary.evaluation_first is not None:
+        rows.append(("held out", _evaluations(summary.evaluation_first, summary.evaluation_last)))
     rows.append(("rollouts", _accounting(summary)))
     rows.append(("groups", _accounting(summary.groups)))
     if summary.drop_reasons:
@@ -129,6 +136,13 @@ def format_summary(summary: RunSummary, run_dir: Path) -> str:
     rows.append(("weights", f"version {summary.weight_version}"))
     rows.append(("files", str(run_dir)))
     return "\n".join([head, *(f"  {label:<9} {value}" for label, value in rows)])
+
+
+def _evaluations(first: EvaluationReport, last: EvaluationReport | None) -> str:
+    asked = f"{first.questions} questions x {first.samples}"
+    if last is None:
+        return f"{with_error(first)}  (reward after step {first.step}, {asked})"
+    return f"{with_error(first)} -> {with_error(last)}  (reward after steps {first.step} and {last.step}, {asked})"
 
 
 def _accounting(accounts: Accounts) -> str:

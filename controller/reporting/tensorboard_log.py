@@ -8,10 +8,22 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from controller.reporting.files import AppendFile
-from controller.reporting.step_report import StepReport
+
+
+class Record(Protocol):
+    """Numbers of a moment of the run, by tag."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def time(self) -> float: ...
+
+    @property
+    def metrics(self) -> dict[str, float]: ...
 
 
 class TensorBoardSink:
@@ -36,7 +48,7 @@ class TensorBoardSink:
             ]
         )
 
-    def write(self, records: Sequence[StepReport], /) -> None:
+    def write(self, records: Sequence[Record], /) -> None:
         self._append([_event(report) for report in records])
 
     def close(self) -> None:
@@ -51,7 +63,7 @@ class TensorBoardSink:
         self._file.write(buffer.getvalue())
 
 
-def _event(report: StepReport) -> Any:
+def _event(report: Record) -> Any:
     from tensorboard.compat.proto import summary_pb2
 
     summary: Any = summary_pb2

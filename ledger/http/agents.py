@@ -91,7 +91,7 @@ class Agents:
         return Prepared(answer, stream=bool(body.stream), usage=body.wants_usage)
 
     def _chat(self, rollout_id: str, body: ChatBody) -> Callable[[], Awaitable[CallReply]]:
-        sampling = self._rules.of(body)
+        sampling = self._rules.of(rollout_id, body)
 
         async def call() -> CallReply:
             large = len(body.messages) > _LARGE
@@ -113,7 +113,7 @@ class Agents:
         return call
 
     def _complete(self, rollout_id: str, body: CompletionBody) -> Callable[[], Awaitable[CallReply]]:
-        sampling = self._rules.of(body)
+        sampling = self._rules.of(rollout_id, body)
         prompt = body.text_or_ids
 
         def call() -> Awaitable[CallReply]:

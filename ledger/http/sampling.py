@@ -6,6 +6,7 @@ trained on as if it had not, so with `fixed` it is refused instead of being answ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from msgspec.structs import replace
@@ -18,15 +19,21 @@ SamplingMode = Literal["fixed", "request"]
 
 
 class SamplingRules:
-    """`run` is the run's own sampling; `run.max_tokens` bounds every call, and a request may only lower it."""
+    """`run` is the run's own sampling; its `max_tokens` bounds every call, and a request may only lower it.
 
-    def __init__(self, run: Sampling, mode: SamplingMode) -> None:
+    `own(rollout_id)` is that of a rollout which is sampled otherwise, and None for all others.
+    """
+
+    def __init__(
+        self, run: Sampling, mode: SamplingMode, own: Callable[[str], Sampling | None] = lambda _: None
+    ) -> None:
         self._run = run
         self._mode: SamplingMode = mode
+        self._own = own
 
-    def of(self, body: ChatBody | CompletionBody) -> Sampling:
+    def of(self, rollout_id: str, body: ChatBody | CompletionBody) -> Sampling:
         """The sampling of a request. Raises ApiError 400 for one that the run does not allow."""
-        run = self._run
+        run = self._own(rollout_id) or self._run
         top_k = None if body.top_k is None else max(body.top_k, 0)
         asked = {"temperature": body.temperature, "top_p": body.top_p, "top_k": top_k}
         if self._mode == "fixed":

@@ -14,10 +14,14 @@ import msgspec
 import numpy as np
 
 from controller.buffer import ReplayBuffer
-from controller.config.schema import AdvantageConfig, LossConfig, TrainingConfig
+from controller.config.schema import AdvantageConfig, EvaluationConfig, LossConfig, TrainingConfig
+from controller.context import InLoopContext
+from controller.evaluation import Evaluator
 from controller.finalizer import FinalizerGroup
 from controller.generation_pool import GenerationPool
+from controller.player import Player
 from controller.records import FinalizationRequest, PlayedRollout, PromptGroup, TrainSample
+from controller.reporting.evaluation_report import EvaluationReport
 from controller.run_state import RunState
 from controller.samplers import Windowed
 from controller.train_pump import TrainedStep, TrainPump
@@ -171,8 +175,14 @@ class House:
         max_calls: int = 64,
         call_timeout_s: float = 30.0,
         renderer: ChatRenderer | None = None,
+        environment: Any = None,
+        evaluation: EvaluationConfig | None = None,
+        questions: Sequence[Prompt] = (),
+        recorded: Sequence[EvaluationReport] = (),
+        rollout_timeout_s: float = 30.0,
         **finalizer: Any,
     ) -> None:
+        """`environment` plays the `questions` of evaluations, four rollouts at a time."""
         self.renderer = renderer or ChatRenderer.load(folder)
         self.plane = plane or MemoryPlane()
         self.engine = engine or ScriptedEngine(self.renderer._tokenizer, self.renderer.stop_token_ids)
@@ -197,7 +207,28 @@ class House:
             plane=self.plane,
             activities=activities,
             concurrency=2,
+            evaluated=lambda group_id, samples: self.evaluator.evaluated(group_id, samples),
             **finalizer,
+        )
+        self.evaluations: list[EvaluationReport] = []
+        self.evaluator = Evaluator(
+            config=evaluation or EvaluationConfig(),
+            questions=questions,
+            player=Player(
+                environment=environment,
+                ledger=self.ledger,
+                make_context=lambda rollout_id: InLoopContext(
+                    rollout_id, gate=self.gate, sampling=SAMPLING, base_url="", api_key=""
+                ),
+                forget=self.pool.forget,
+                timeout_s=rollout_timeout_s,
+            ),
+            ledger=self.ledger,
+            state=self.state,
+            finalize=self.send,
+            concurrency=4,
+            recorded=recorded,
+            report=self.evaluations.append,
         )
         self.trainer = TrainerClient(self.plane)
         self.steps: list[TrainedStep] = []
@@ -215,6 +246,7 @@ class House:
             weight_sync=WeightSync(
                 trainer=client, pool=self.pool, state=self.state, activities=activities, timeout_s=1.0
             ),
+            evaluator=self.evaluator,
             checkpoint=_nothing,
             checkpoint_every=None,
             report=self.steps.append,
