@@ -12,7 +12,7 @@ DataPlaneError
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 
 class DataPlaneError(Exception):
@@ -63,3 +63,10 @@ class DataPlaneTimeout(DataPlaneError):
 
 class DataPlaneDown(DataPlaneError):
     """The data plane's servers are gone, or this plane was closed."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Of the errors in a group the one that happened first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseException", error.exceptions[0])
+    return error

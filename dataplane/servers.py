@@ -9,13 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from dataplane.errors import DataPlaneDown
+from dataplane.errors import DataPlaneDown, first_error
 from dataplane.ray_settings import RaySettings
 from dataplane.server_process import ServerProcess
 from dataplane.spec import PlaneSpec, ServerAddress
@@ -95,7 +95,7 @@ class Servers(ABC):
             try:
                 self.spec = await self._launch()
             except BaseExceptionGroup as errors:
-                raise _first(errors) from None  # one server's failure ends the start of the others
+                raise first_error(errors) from None  # one server's failure ends the start of the others
         if limit.cancelled_caught:
             silent = next(process for process in self._processes if not process.greeted)
             raise DataPlaneDown(f"{silent} was not ready within {self._timeout_s:g} s{silent.last_words()}")
@@ -153,11 +153,3 @@ class RayServers(Servers):
         arguments = ["--topology", topology, "--settings", settings, "--timeout", f"{self._timeout_s:g}"]
         driver = await self._spawn("Ray driver", "dataplane.ray_driver", arguments, self._settings.environment())
         return await driver.hello(PlaneSpec)
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error by the time at which it happened."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = cast("BaseException", error.exceptions[0])
-    return error
