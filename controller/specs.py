@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from controller.config.schema import Config
+from controller.config.schema import Config, GenerationConfig
 from dataplane.spec import PlaneSpec
 from workers.generation.api import EngineSpec, GenerationSpec
+from workers.generation.vllm_args import gpus_per_engine
 from workers.training.api import LossSpec, OptimizerSpec, TrainingSpec
 
 
@@ -24,10 +25,22 @@ def generation_spec(config: Config, plane: PlaneSpec, index: int) -> GenerationS
             dtype=config.model.dtype,
             device=generation.device,
             threads=generation.threads,
+            vllm=generation.vllm,
+            gpus=_gpus(generation, index),
         ),
         plane=plane,
         seed=config.run.seed * 1000 + index,
     )
+
+
+def _gpus(generation: GenerationConfig, index: int) -> tuple[int, ...]:
+    """The GPUs of one of several vLLM workers: they follow one another, beginning with that of `generation.device`."""
+    kind, _, first = generation.device.partition(":")
+    if generation.engine != "vllm" or kind != "cuda":
+        return ()
+    count = gpus_per_engine(generation.vllm)
+    start = int(first or 0) + index * count
+    return tuple(range(start, start + count))
 
 
 def training_spec(config: Config, plane: PlaneSpec, weights_dir: Path) -> TrainingSpec:

@@ -7,7 +7,8 @@ tensors (an output head that is the embedding) only the first name is kept, so a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,26 +66,41 @@ def load_into(model: nn.Module, path: Path) -> None:
     was cut while it was read) raises OSError and leaves a mixed model: do not use it.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     wanted = named_tensors(model)
+    with _open_fitting(wanted, path, dtypes=True) as file, torch.no_grad():
+        for name, tensor in wanted.items():
+            try:
+                tensor.copy_(file.get_tensor(name))
+            except SafetensorError as error:
+                raise OSError(f"weights file {path}: tensor {name}: {error}") from error
+
+
+def check_file(wanted: dict[str, torch.Tensor], path: Path) -> None:
+    """Raise ValueError when the names or shapes in a weights file are not those of `wanted` (`named_tensors` of the model,
+    which may be on the meta device). Reads the file's header only."""
+    with _open_fitting(wanted, path, dtypes=False):
+        pass
+
+
+@contextmanager
+def _open_fitting(wanted: dict[str, torch.Tensor], path: Path, *, dtypes: bool) -> Generator[Any]:
+    """The open safetensors file. Raises ValueError naming what keeps it from being the weights `wanted`."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         file: Any = safe_open(os.fspath(path), framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"weights file {path}: {error}") from error
     with file:
-        problems = _differences(wanted, file)
+        problems = _differences(wanted, file, dtypes)
         if problems:
             raise ValueError(f"weights file {path} does not fit the model: {'; '.join(problems)}")
-        with torch.no_grad():
-            for name, tensor in wanted.items():
-                try:
-                    tensor.copy_(file.get_tensor(name))
-                except SafetensorError as error:
-                    raise OSError(f"weights file {path}: tensor {name}: {error}") from error
+        yield file
 
 
-def _differences(wanted: dict[str, torch.Tensor], file: Any) -> list[str]:
+def _differences(wanted: dict[str, torch.Tensor], file: Any, dtypes: bool) -> list[str]:
     """What keeps the open safetensors `file` from being the weights `wanted`."""
     names = set[str](file.keys())
     problems = [
@@ -95,7 +111,7 @@ def _differences(wanted: dict[str, torch.Tensor], file: Any) -> list[str]:
     for name in sorted(wanted.keys() & names):
         entry, tensor = file.get_slice(name), wanted[name]
         there, here = (entry.get_dtype(), tuple(entry.get_shape())), (_dtype_code(tensor.dtype), tuple(tensor.shape))
-        if there != here:
+        if there[1] != here[1] or (dtypes and there[0] != here[0]):
             problems.append(f"{name} is {there[0]}{list(there[1])}, the model has {here[0]}{list(here[1])}")
     return problems if len(problems) <= 5 else [*problems[:5], f"and {len(problems) - 5} more"]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from controller.config.engine import engine
 from controller.config.figures import context_tokens, generating_groups, sampler_of
 from controller.config.load import check_values
 from controller.config.model_dir import ModelFacts, inspect_model
@@ -36,6 +37,7 @@ def check_config(config: Config) -> Findings:
     found = [
         *model_folder(path, faults),
         *environment(config.environment),
+        *engine(config.generation),
         *_sampling(config),
         *_signal(config),
         *_token_capture(config),

@@ -78,8 +78,10 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class GenerationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    engine: Literal["torch"] = "torch"
-    """What generates: the continuous-batching engine on a Hugging Face model."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """What generates. `torch`: continuous batching on a Hugging Face model. `vllm`: vLLM, which is installed separately."""
+    vllm: dict[str, Any] = field(default_factory=dict[str, Any])
+    """vLLM's engine arguments by name, e.g. `tensor_parallel_size: 2`; all but those that other keys say."""
     workers: PositiveInt = 1
     """Generation worker processes, each with its own copy of the model."""
     max_batch: PositiveInt = 128
@@ -87,7 +89,7 @@ class GenerationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Tokens per conversation, prompt and completion; null takes the model's own limit."""
     device: Device = "cpu"
-    """Where the engines run."""
+    """Where the engines run. vLLM's on GPUs: each worker takes as many as its engine needs, beginning with cuda:N."""
     threads: PositiveInt = 1
     """CPU threads of each worker."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from dataplane.spec import PlaneSpec
 from ledger.records import CallReply, CallRequest
@@ -11,9 +13,9 @@ from workers.rpc.method import Empty, Method
 
 
 class EngineSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the torch engine. Its KV cache grows to the largest batch times the longest request it has seen."""
+    """Settings of an engine. The KV cache of torch's grows to the largest batch times the longest request it has seen."""
 
-    kind: str = "torch"
+    kind: Literal["torch", "vllm"] = "torch"
     max_batch: int = 128
     """Requests that decode together."""
     max_model_len: int | None = None
@@ -22,6 +24,10 @@ class EngineSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     device: str = "cpu"
     threads: int = 1
     """Torch intra-op threads."""
+    vllm: dict[str, Any] = field(default_factory=dict[str, Any])
+    """vLLM's engine arguments, beyond what the other settings say."""
+    gpus: tuple[int, ...] = ()
+    """The GPUs of this worker's vLLM engine, of those that the process sees; none leaves it to vLLM."""
 
 
 class GenerationSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -60,9 +66,10 @@ class Abort(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 GENERATE = Method("generate", CallRequest, CallReply, timeout_s=600.0)
 """Render, generate, stage, parse. Failure kinds: prompt_too_long, bad_request (data); prefix_lost, prefix_mismatch,
-render_mismatch, bad_logprobs, bad_routes (capture); prefix_unavailable, staging_failed, engine_dead (infra)."""
+render_mismatch, bad_logprobs, bad_routes (capture); prefix_unavailable, staging_failed, engine_dead, engine_restarting
+(infra)."""
 ABORT = Method("abort", Abort, Empty, timeout_s=10.0)
 LOAD_WEIGHTS = Method("load_weights", LoadWeights, WeightsLoaded, timeout_s=300.0)
-"""Failure kind: bad_weights (infra), in which case the old version is still served."""
+"""Failure kinds (all infra): bad_weights, in which case the old version is still served; engine_dead, engine_restarting."""
 INFO = Method("info", Empty, WorkerInfo, timeout_s=30.0)
 STATS = Method("stats", Empty, EngineStats, timeout_s=10.0)

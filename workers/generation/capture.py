@@ -134,7 +134,7 @@ class Capture:
         except ValueError as error:
             raise HandlerError("bad_request", str(error), failure_class="data") from error
         except EngineDead as error:
-            raise HandlerError("engine_dead", str(error), retryable=True) from error
+            raise HandlerError(error.kind, str(error), retryable=True) from error
         if not np.isfinite(np.array(generation.logprobs, np.float32)).all():
             raise HandlerError(
                 "bad_logprobs",

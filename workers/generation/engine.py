@@ -34,6 +34,14 @@ class Generation:
 class EngineDead(Exception):
     """The engine failed or was closed; nothing runs in it any more. `__cause__` is what broke it."""
 
+    kind = "engine_dead"
+
+
+class EngineRestarting(EngineDead):
+    """What was asked is lost, but the engine is coming back: it can be asked again."""
+
+    kind = "engine_restarting"
+
 
 class EngineStats(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     running: int
@@ -43,6 +51,12 @@ class EngineStats(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     generated_tokens: int
     """Since start."""
     weight_version: int
+    preemptions: int = 0
+    """Requests that had to give up their KV cache to others, since start."""
+    restarts: int = 0
+    """How often the engine came back from a failure."""
+    serving: bool = True
+    """False while it is restarting, or came back without the weights it had: load_weights makes it serve again."""
 
 
 class Engine(Protocol):

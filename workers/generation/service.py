@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -18,11 +19,15 @@ from workers.generation import api
 from workers.generation.capture import Capture
 from workers.generation.engine import Engine, EngineDead, EngineStats
 from workers.generation.rendering import BadMessages, ChatRenderer
-from workers.generation.torch_engine import TorchEngine
+from workers.generation.vllm_process import prepare_process
 from workers.host import StartupError, run_worker
 from workers.rpc.errors import HandlerError
 from workers.rpc.method import Empty
 from workers.rpc.server import RpcServer
+
+if TYPE_CHECKING:
+    from workers.generation.torch_engine import TorchEngine
+    from workers.generation.vllm_engine import VLLMEngine
 
 _CLOSE_SECONDS = 5.0
 
@@ -53,7 +58,7 @@ class GenerationService:
         except ValueError as error:
             raise HandlerError("bad_weights", str(error)) from error
         except EngineDead as error:
-            raise HandlerError("engine_dead", str(error), retryable=True) from error
+            raise HandlerError(error.kind, str(error), retryable=True) from error
         return api.WeightsLoaded(version=self._engine.weight_version, seconds=time.monotonic() - started)
 
     async def info(self, _: Empty) -> api.WorkerInfo:
@@ -73,9 +78,15 @@ async def serve(spec: api.GenerationSpec, server: RpcServer) -> AsyncGenerator[N
     """Load the model, join the data plane, register the handlers. Raises StartupError; ends when the engine dies."""
     logging.getLogger("renderers").setLevel(logging.WARNING)
     model_path = Path(spec.model_path)
-    await anyio.to_thread.run_sync(require_device, spec.engine.device, "generation.device")
+    engine_type = await anyio.to_thread.run_sync(_engine_type, spec.engine)
     renderer = await anyio.to_thread.run_sync(ChatRenderer.load, model_path)
-    engine = await _start_engine(spec, model_path, renderer)
+    engine = await engine_type.start(
+        model_path,
+        spec.engine,
+        stop_token_ids=renderer.stop_token_ids,
+        seed=spec.seed,
+        decode=renderer.plain.decode,
+    )
     try:
         await _check_template(model_path, renderer, engine)
         plane = await connect(spec.plane)
@@ -92,16 +103,17 @@ async def serve(spec: api.GenerationSpec, server: RpcServer) -> AsyncGenerator[N
         await engine.aclose()
 
 
-async def _start_engine(spec: api.GenerationSpec, model_path: Path, renderer: ChatRenderer) -> Engine:
-    if spec.engine.kind != "torch":
-        raise StartupError("bad_spec", f"engine {spec.engine.kind!r} is not one of: torch")
-    return await TorchEngine.start(
-        model_path,
-        spec.engine,
-        stop_token_ids=renderer.stop_token_ids,
-        seed=spec.seed,
-        decode=renderer.plain.decode,
-    )
+def _engine_type(spec: api.EngineSpec) -> type[TorchEngine] | type[VLLMEngine]:
+    """Imported when it is known which: torch takes a second, and it reads the environment that vLLM's engine sets."""
+    if spec.kind == "vllm":
+        prepare_process(on_cpu=spec.device == "cpu", gpus=spec.gpus)
+        from workers.generation.vllm_engine import VLLMEngine
+
+        return VLLMEngine
+    require_device(spec.device, "generation.device")
+    from workers.generation.torch_engine import TorchEngine
+
+    return TorchEngine
 
 
 async def _check_template(model_path: Path, renderer: ChatRenderer, engine: Engine) -> None:

@@ -129,14 +129,13 @@ async def a_caller_that_leaves(client: RpcClient) -> None:
 NOWHERE = PlaneSpec(controller=ServerAddress("controller", "c", "127.0.0.1", {}), storage=())
 
 
-def spec_for(model: Path, kind: str = "torch") -> GenerationSpec:
-    return GenerationSpec(name="gen-0", model_path=str(model), engine=EngineSpec(kind=kind), plane=NOWHERE)
+def spec_for(model: Path) -> GenerationSpec:
+    return GenerationSpec(name="gen-0", model_path=str(model), engine=EngineSpec(), plane=NOWHERE)
 
 
 async def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     for spec, message in [
-        (spec_for(model, "vroom"), "engine 'vroom' is not one of: torch"),
         (spec_for(tmp_path / "none"), "none is no directory"),
     ]:
         with pytest.raises(StartupError, match=message):

@@ -1,0 +1,68 @@
+"""What runs inside vLLM's own worker processes: a weights file loaded in place, between two steps.
+
+Imported there by name (`worker_extension_cls`). vLLM 0.32 reloads a model layer by layer, and on CPUs gets two things wrong
+without a word: a tied output head keeps the old weights, and experts are left in a layout that their kernel does not
+expect. Both are mended here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from workers.generation.vllm_names import vllm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class WorkerExtension:
+    """Becomes a base class of vLLM's worker: `model_runner` and `vllm_config` are the worker's."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def load_weights_file(self, path: str) -> None:
+        """Load a safetensors file of all the model's tensors. An error leaves a mixed model: do not use it any more."""
+        from safetensors import safe_open
+
+        file: Any = safe_open(os.fspath(path), framework="pt", device="cpu")
+        model: nn.Module = self.model_runner.get_model()
+        expected = {name for name, _ in model.named_parameters()}
+        reload = "model_executor.model_loader.reload.layerwise"
+        # It warns of the tied head at every load.
+        logging.getLogger(f"vllm.{reload}").setLevel(logging.ERROR)
+        with file, vllm("config:set_current_vllm_config")(self.vllm_config):
+            _forget_packed_experts(model)
+            vllm(f"{reload}:initialize_layerwise_reload")(model)
+            load: Any = model.load_weights
+            loaded: set[str] | None = load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            vllm(f"{reload}:finalize_layerwise_reload")(model, self.model_runner.model_config)
+            _pack_tied_head(model)
+        left = expected - (loaded or expected)
+        if left and self.model_runner.model_config.quantization is None:
+            raise RuntimeError(f"{len(left)} parameters were not loaded, e.g. {min(left)}")
+
+
+def _forget_packed_experts(model: nn.Module) -> None:
+    """Experts are packed for their kernel when it is first built, and unpacked by a reload: have it built anew."""
+    if _on_cpu():
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _pack_tied_head(model: nn.Module) -> None:
+    """The output head computes with a packed copy of its weights, which a reload renews only if they have a name."""
+    if _on_cpu():
+        head = vllm("model_executor.layers.vocab_parallel_embedding:ParallelLMHead")
+        for module in model.modules():
+            if isinstance(module, head):
+                method: Any = module.quant_method
+                method.process_weights_after_loading(module)
+
+
+def _on_cpu() -> bool:
+    return vllm("platforms:current_platform").is_cpu()
