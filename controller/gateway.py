@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio.to_thread
-import msgspec
 
 from controller.config.schema import GateConfig
+from controller.private_file import private_file
 from ledger.http.server import listen
 
 CONTROL_FILE = "control.json"
@@ -49,14 +48,5 @@ async def open_listener(config: GateConfig) -> AsyncGenerator[Listener]:
 @contextmanager
 def control_file(run_dir: Path, url: str, token: str) -> Generator[None]:
     """Keep `control.json`, readable by the run's owner only, while inside. Blocking."""
-    path = run_dir / CONTROL_FILE
-    unfinished = path.with_name(f"{CONTROL_FILE}.{os.getpid()}")
-    unfinished.unlink(missing_ok=True)
-    file = os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with os.fdopen(file, "wb") as out:
-        out.write(msgspec.json.format(msgspec.json.encode({"address": url, "token": token})) + b"\n")
-    unfinished.rename(path)
-    try:
+    with private_file(run_dir / CONTROL_FILE, {"address": url, "token": token}):
         yield
-    finally:
-        path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 
@@ -16,13 +17,14 @@ from controller.config.figures import weights_folder
 from controller.config.schema import Config
 from controller.deaths import Deaths
 from controller.fleet import Fleet, open_fleet
+from controller.open_plane import open_plane
 from controller.specs import generation_spec, training_spec
 from controller.threads import in_thread
 from controller.weights_dir import open_weights_dir
 from dataplane.errors import DataPlaneDown
 from dataplane.plane import DataPlane
 from dataplane.schema import STAGING, TRAIN
-from dataplane.servers import LocalServers, start_servers
+from dataplane.servers import Servers
 from dataplane.spec import PlaneSpec, connect
 from workers.generation.api import INFO, WorkerInfo
 from workers.launch import WorkerProcess
@@ -71,11 +73,7 @@ async def start_machinery(
         weights_dir = await stack.enter_async_context(in_thread(open_weights_dir(weights_folder(config))))
         phase("starting the data plane")
         servers = await stack.enter_async_context(
-            start_servers(
-                storage_units=config.dataplane.storage_units,
-                timeout_s=config.workers.start_timeout_s,
-                plane_timeout_s=config.dataplane.timeout_s,
-            )
+            open_plane(config.dataplane, Path(config.run.dir), start_timeout_s=config.workers.start_timeout_s)
         )
         deaths = Deaths()
         await stack.enter_async_context(_watched(servers, deaths))
@@ -133,7 +131,7 @@ async def _engine(config: Config, engines: tuple[RpcClient, ...]) -> WorkerInfo:
 
 
 @asynccontextmanager
-async def _watched(servers: LocalServers, deaths: Deaths) -> AsyncGenerator[None]:
+async def _watched(servers: Servers, deaths: Deaths) -> AsyncGenerator[None]:
     """The death of a server ends the scope with its error."""
     async with anyio.create_task_group() as tg:
         tg.start_soon(deaths.watch, servers.wait)

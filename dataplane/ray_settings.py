@@ -9,17 +9,21 @@ from msgspec import Meta, Struct
 
 
 class RaySettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    address: Annotated[str, Meta(pattern=r"^(auto|[^\s/]+:[0-9]{1,5})$", description="auto or host:port")] = "auto"
+    """Which Ray cluster, and where in it, where the servers run in one."""
+
+    address: Annotated[str, Meta(pattern=r"^(auto|[A-Za-z0-9.-]+:[0-9]{1,5})$", description="auto or host:port")] = (
+        "auto"
+    )
     """The cluster's address; `auto` joins the one that this machine is part of. None is ever started."""
-    namespace: Annotated[str, Meta(min_length=1)] = "monoloop"
+    namespace: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$", description="a name")] = "monoloop"
     """Where the servers' actors get their names: one data plane to a namespace."""
     placement: Literal["spread", "pack", "driver"] = "spread"
     """`spread` over the nodes, `pack` on few of them, or all on the `driver`'s node."""
-    resource: str | None = None
+    resource: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]+$", description="a name")] | None = None
     """A custom resource that a node must have to get a server."""
     cpus_per_server: Annotated[float, Meta(ge=0)] = 1.0
     """What Ray sets aside for each."""
-    token_file: str | None = None
+    token_file: Annotated[str, Meta(min_length=1, description="a path")] | None = None
     """The token of a cluster that asks for one; null leaves it to Ray (`RAY_AUTH_TOKEN`, `~/.ray/auth_token`)."""
 
     def environment(self) -> Mapping[str, str]:

@@ -16,13 +16,14 @@ CONTROLLER, MASTER = "controller", "Mooncake master"
 
 
 class MooncakeSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How MooncakeStore keeps rows."""
+    """How MooncakeStore keeps rows, where it is the backend."""
 
     memory_mb: Annotated[int, Meta(ge=16)] = 1024
-    """Of each storage server, in MiB. A put that does not fit fails."""
+    """Memory of each storage process for rows, in MiB. A put that does not fit fails."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    devices: str = ""
-    """See `MooncakeSpec`."""
+    """How rows travel."""
+    devices: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:,-]*$", description="names")] = ""
+    """RDMA devices, separated by commas; empty lets Mooncake choose."""
 
 
 class Topology(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

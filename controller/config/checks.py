@@ -13,6 +13,7 @@ from controller.config.engine import engine
 from controller.config.figures import context_tokens, generating_groups, sampler_of
 from controller.config.load import check_values
 from controller.config.model_dir import ModelFacts, inspect_model
+from controller.config.plane import plane
 from controller.config.problems import Problem
 from controller.config.schema import Config
 from controller.config.surroundings import environment, folders, kind_of, machine, model_folder
@@ -47,6 +48,7 @@ def check_config(config: Config) -> Findings:
         *_deadlines(config),
         *_loop(config),
         *_gate(config),
+        *plane(config, model),
         *folders(config, model),
         *machine(config),
     ]

@@ -11,7 +11,7 @@ import msgspec
 from controller.config.describe import keys
 from controller.config.figures import context_tokens, generating_groups, sampler_of, weight_bytes, weights_folder
 from controller.config.model_dir import ModelFacts
-from controller.config.schema import Config
+from controller.config.schema import Config, DataPlaneConfig
 from ledger.segments import FOLDER as LEDGER
 
 Row = tuple[str, str]
@@ -72,17 +72,28 @@ def _custody(config: Config) -> str:
 
 
 def _processes(config: Config) -> Iterator[Row]:
-    generation, training, units = config.generation, config.training, config.dataplane.storage_units
+    generation, training = config.generation, config.training
     yield "controller", "this process: one event loop, no tokens, no model"
     port = config.gate.port or "a free port"
     yield "gate", f"in it, HTTP for agents on {config.gate.host}, {port}, {config.gate.sampling} sampling"
-    yield "data plane", f"TransferQueue: 1 controller, {_count(units, 'storage unit')}"
+    yield "data plane", _data_plane(config.dataplane)
     yield (
         f"generation x {generation.workers}",
         f"{generation.engine} engine on {generation.device}, {_count(generation.threads, 'thread')}, "
         f"up to {generation.max_batch} requests decode together, each",
     )
     yield "training x 1", f"on {training.device}, {_count(training.threads, 'thread')}"
+
+
+def _data_plane(config: DataPlaneConfig) -> str:
+    units = _count(config.storage_units, "storage unit")
+    where = "" if config.servers == "local" else f", in the Ray cluster at {config.ray.address}"
+    if config.backend == "simple":
+        return f"TransferQueue: 1 controller, {units}{where}"
+    return (
+        f"TransferQueue: 1 controller; rows in MooncakeStore over {config.mooncake.protocol}: 1 master, {units} of "
+        f"{config.mooncake.memory_mb:,} MiB{where}"
+    )
 
 
 def _capacities(config: Config) -> Iterator[Row]:

@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from dataplane.ray_settings import RaySettings
+from dataplane.topology import MooncakeSettings
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -169,10 +172,18 @@ class EvaluationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class DataPlaneConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where token rows live: TransferQueue's servers; docs/dataplane.md."""
+
+    backend: Literal["simple", "mooncake"] = "simple"
+    """What keeps the rows. `simple`: TransferQueue's own storage processes. `mooncake`: MooncakeStore, installed apart."""
+    servers: Literal["local", "ray"] = "local"
+    """Where they run: as processes of this machine, or in a Ray cluster."""
     storage_units: PositiveInt = 1
-    """TransferQueue storage processes."""
+    """Storage processes."""
     timeout_s: Seconds = 30.0
     """Deadline of each put, get and clear."""
+    mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
 
 
 class WeightSyncConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
