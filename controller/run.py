@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 from msgspec.structs import replace
 
+from controller.agreement import AgreementMonitor
 from controller.buffer import GroupState, ReplayBuffer
 from controller.checkpoint import Checkpoints, ControllerState
 from controller.config.figures import generating_groups, sampler_of
@@ -170,6 +171,7 @@ class Run:
             trainer=machinery.trainer,
             weight_sync=self.weight_sync,
             evaluator=self.evaluator,
+            agreement=AgreementMonitor(config.agreement, warn=observer.progress.warning),
             checkpoint=self.checkpoint,
             checkpoint_every=config.checkpoint.every_steps,
             report=self._report,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from controller.agreement import flattened
 from controller.buffer import ReplayBuffer
 from controller.records import metric_means
 from controller.reporting.step_report import StepReport
@@ -34,7 +36,9 @@ def summarise(
     staleness = np.array([done.step - s.oldest_version for s in trained])
     tokens = sum(s.loss_tokens for s in trained)
     spreads = [np.ptp([s.reward for s in e.samples if s.valid]) for e in done.groups]
-    trainer: dict[str, float | None] = {} if done.trainer is None else msgspec.structs.asdict(done.trainer)
+    trainer: dict[str, Any] = {} if done.trainer is None else msgspec.structs.asdict(done.trainer)
+    for name in ("agreement", "agreement_by_age"):
+        trainer.pop(name, None)
     return StepReport(
         step=done.step + 1,
         time=time.time(),
@@ -55,6 +59,7 @@ def summarise(
         counts=dict(counts),
         buffer=buffer.counts(),
         trainer=trainer,
+        agreement={} if done.trainer is None else {**flattened(done.trainer)},
         environment=metric_means(samples),
         data_plane=dict(data_plane),
         custody={name: float(count) for name, count in (custody or {}).items()},

@@ -14,6 +14,7 @@ import anyio
 import numpy as np
 
 from controller.advantages import group_advantages
+from controller.agreement import AgreementMonitor
 from controller.batching import plan_microbatches
 from controller.buffer import GroupEntry, ReplayBuffer
 from controller.config.schema import AdvantageConfig, TrainingConfig
@@ -71,6 +72,7 @@ class TrainPump:
         trainer: RpcClient,
         weight_sync: WeightSync,
         evaluator: Evaluator,
+        agreement: AgreementMonitor,
         checkpoint: Callable[[], Awaitable[None]],
         checkpoint_every: int | None,
         report: Callable[[TrainedStep], None],
@@ -91,6 +93,7 @@ class TrainPump:
         self._trainer = trainer
         self._weight_sync = weight_sync
         self._evaluator = evaluator
+        self._agreement = agreement
         self._checkpoint = checkpoint
         self._checkpoint_every = checkpoint_every
         self._report = report
@@ -154,6 +157,8 @@ class TrainPump:
         finally:
             # A step that was trained is reported, also when the run ends here.
             self._report(done)
+        assert done.trainer is not None
+        self._agreement.check(done.step, done.trainer)
         await self._after_step()
 
     async def _checkpoint_when_due(self, phases: dict[str, float]) -> None:

@@ -156,6 +156,16 @@ class AdvantageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     `rloo`: less the mean of the others."""
 
 
+class AgreementConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every step measures how far the trainer's logprobs of its tokens are from the engines'; this is when it is too far."""
+
+    max_difference: Positive | None = 0.5
+    """Alarm above this mean of |log p(trainer) - log p(engine)| over a step's tokens, in nats; null never alarms. bfloat16
+    alone gives 0.01 to 0.05; a policy that moves fast adds to it."""
+    abort_after: PositiveInt | None = None
+    """Alarms in as many steps, one after another, that end the run; null only warns."""
+
+
 class EvaluationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Rollouts on held-out prompts before the first step, after the last, and between; docs/evaluation.md."""
 
@@ -300,6 +310,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    agreement: AgreementConfig = field(default_factory=AgreementConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     dataplane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)

@@ -13,6 +13,7 @@ from controller.reporting.text import duration, number, percent
 
 QUIET_S = 10.0
 """After this long without a line, one says what is being waited for."""
+_TRAINER_LABELS = {"loss": "loss", "grad_norm": "grad", "entropy": "entropy"}
 _SHORT_PHASES = {"wait_rollouts": "wait", "weight_sync": "sync"}
 
 
@@ -94,12 +95,13 @@ def with_error(report: EvaluationReport, plus_minus: str = "+-") -> str:
 
 def trainer_values(report: StepReport) -> dict[str, str]:
     """The trainer's most telling numbers, by short label."""
-    labels = {"loss": "loss", "grad_norm": "grad", "entropy": "entropy", "kl_rollout": "kl"}
-    return {
-        label: "nan" if f"trainer/{name}" in report.not_finite else number(report.trainer[name])
-        for name, label in labels.items()
-        if name in report.trainer
+    trainer, agreement = report.trainer, report.agreement
+    values = {
+        f"trainer/{name}": (label, trainer.get(name)) for name, label in _TRAINER_LABELS.items() if name in trainer
     }
+    if "kl" in agreement:
+        values["agreement/kl"] = ("kl", agreement["kl"])
+    return {label: "nan" if tag in report.not_finite else number(value) for tag, (label, value) in values.items()}
 
 
 def phase_times(phases: Mapping[str, float | None]) -> str:

@@ -105,10 +105,11 @@ def _draw(reports: Sequence[StepReport], evaluations: Sequence[EvaluationReport]
         if unproven:
             text = f"UNPROVEN: the environment returned the tokens of {unproven:,} rollouts itself"
             figure.text(0.988, 0.988, text, ha="right", va="top", color=_RED, fontsize=11, fontweight="bold")
-        grid = figure.add_gridspec(3, 6)
-        spots = (grid[0, :4], grid[0, 4:], grid[1, :4], grid[1, 4:], grid[2, :2], grid[2, 2:4], grid[2, 4:])
+        grid = figure.add_gridspec(3, 12)
+        wide = (grid[0, :8], grid[0, 8:], grid[1, :8], grid[1, 8:])
+        spots = (*wide, *(grid[2, at : at + 3] for at in range(0, 12, 3)))
         reward = partial(_reward, evaluations=evaluations)
-        panels = (reward, _staleness, _phases, _throughput, _length, _entropy, _stability)
+        panels = (reward, _staleness, _phases, _throughput, _length, _entropy, _agreement, _stability)
         steps = np.array([report.step for report in reports])
         for spot, panel in zip(spots, panels, strict=True):
             axes = figure.add_subplot(spot)
@@ -116,7 +117,7 @@ def _draw(reports: Sequence[StepReport], evaluations: Sequence[EvaluationReport]
             axes.set_xlim((0 if evaluations else steps[0]) - 0.5, steps[-1] + 0.5)
             axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             axes.tick_params(length=0)
-        for axes in figure.axes[-3:]:
+        for axes in figure.axes[-4:]:
             axes.set_xlabel("optimizer step")
     return figure
 
@@ -198,6 +199,21 @@ def _entropy(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
     axes.set_title("Token entropy (nats)")
 
 
+def _agreement(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
+    names = {name for report in reports for name in report.agreement if name.startswith("age_")}
+    ages = sorted({int(name.split("_")[1]) for name in names})
+    colors = (_BLUE, _ORANGE, _GREEN, _PURPLE)
+    for age, color in zip(ages, colors, strict=False):
+        values = _series(reports, lambda r, age=age: r.agreement.get(f"age_{age}_difference_mean") or None)
+        label = f"{age} step{'s' * (age != 1)} old"
+        axes.plot(steps, values, color=color, linewidth=1.2, marker="o", markersize=_marker(steps) or 2, label=label)
+    if ages:
+        axes.set_yscale("log")
+        _headroom_log(axes)
+        axes.legend(loc="upper left", ncols=2)
+    axes.set_title("Trainer vs. engine, |Δ log p|")
+
+
 def _stability(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -234,6 +250,11 @@ def _headroom(axes: Any) -> None:
     """Room for the legend above the data."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.16 * (high - low))
+
+
+def _headroom_log(axes: Any) -> None:
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** 0.3)
 
 
 def _series(reports: Sequence[StepReport], number: Callable[[StepReport], float | None]) -> Floats:

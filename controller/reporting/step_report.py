@@ -47,13 +47,16 @@ class StepReport(Struct, frozen=True, kw_only=True):
     buffer: dict[str, int]
     """Groups by state at the end of the step."""
     trainer: dict[str, float | None]
-    """loss, grad_norm, lr, entropy, clip_fraction, kl_rollout, ... (see `workers.training.api.StepMetrics`)."""
+    """loss, grad_norm, lr, entropy, clip_fraction, ... (see `workers.training.api.StepMetrics`)."""
     environment: dict[str, float | None]
     """Mean of each metric that the environment gave beside the reward."""
     data_plane: dict[str, float | None]
     """Seconds that the finalizers spent in fetch, verify, publish and clear; and of the controller's own calls since the
     previous step `put_calls`, `put_s`, `put_max_s`, likewise get, clear and keys, `timeouts`, `retries`, ... (see
     `dataplane.transferqueue.TransferQueuePlane.take_metrics`)."""
+    agreement: dict[str, float | None] = {}
+    """Trainer against engines: difference_mean, difference_max, kl, ratio_p01 ... ratio_p99, tokens; of the step's tokens,
+    and with `age_<n>_` before the name of those sampled n steps before (see `workers.training.api.Agreement`)."""
     custody: dict[str, float | None] = {}
     """What the finalizers counted since the previous step: rollouts verified, unproven and rejected (by reason too), reads
     of staged rows and those that failed, rows read, published and cleared, ..."""
@@ -99,6 +102,7 @@ class StepReport(Struct, frozen=True, kw_only=True):
             "rollouts": self.counts,
             "buffer": self.buffer,
             "trainer": self.trainer,
+            "agreement": self.agreement,
             "environment": self.environment,
             "data_plane": self.data_plane,
             "custody": self.custody,
@@ -117,7 +121,7 @@ _NUMBERS = (
     "completion_length_mean",
     "truncated_fraction",
 )
-_MAPPINGS = ("phases", "trainer", "environment", "data_plane", "custody")
+_MAPPINGS = ("phases", "trainer", "agreement", "environment", "data_plane", "custody")
 
 
 def _finite(value: Any, name: str, not_finite: list[str]) -> float | None:

@@ -13,8 +13,9 @@ import anyio
 import msgspec
 import numpy as np
 
+from controller.agreement import AgreementMonitor
 from controller.buffer import ReplayBuffer
-from controller.config.schema import AdvantageConfig, EvaluationConfig, LossConfig, TrainingConfig
+from controller.config.schema import AdvantageConfig, AgreementConfig, EvaluationConfig, LossConfig, TrainingConfig
 from controller.context import InLoopContext
 from controller.evaluation import Evaluator
 from controller.finalizer import FinalizerGroup
@@ -149,9 +150,12 @@ class TrainerClient:
                 self.rows += request.rows
                 self.columns |= dict(zip(keys, found, strict=True))
             case api.FinishStep():
-                return api.StepMetrics(
-                    **dict.fromkeys(api.StepMetrics.__struct_fields__, 0.0) | {"kl_reference": None, "tokens": 0}
+                zero: dict[str, Any] = dict.fromkeys(api.StepMetrics.__struct_fields__, 0.0)
+                agreement = api.Agreement(
+                    tokens=0, difference_mean=0.0, difference_max=0.0, kl=0.0, ratio_quantiles=(1.0,) * 5
                 )
+                zero |= {"kl_reference": None, "tokens": 0, "agreement": agreement, "agreement_by_age": {}}
+                return api.StepMetrics(**zero)
             case _:
                 pass
         return None
@@ -247,6 +251,7 @@ class House:
                 trainer=client, pool=self.pool, state=self.state, activities=activities, timeout_s=1.0
             ),
             evaluator=self.evaluator,
+            agreement=AgreementMonitor(AgreementConfig(), warn=print),
             checkpoint=_nothing,
             checkpoint_every=None,
             report=self.steps.append,

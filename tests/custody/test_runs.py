@@ -48,7 +48,7 @@ async def test_every_conversation_of_a_rollout_is_trained(tmp_path: Path, config
     for step in run.metrics():
         # Three conversations each; helpers that said the same in all rollouts are still one row per rollout.
         assert (step["rollouts"], step["rows"]) == (8, 24)
-    assert run.metrics()[0]["trainer"]["logprob_diff_max"] < 1e-4, "rows are scored as they were sampled"
+    assert run.metrics()[0]["agreement"]["difference_max"] < 1e-4, "rows are scored as they were sampled"
     assert sum(step["custody"].get("verified", 0) for step in run.metrics()) >= 16
     assert "swept" not in run.output
 

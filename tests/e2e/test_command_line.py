@@ -96,7 +96,7 @@ async def test_a_run_accounts_for_every_rollout_and_leaves_nothing(config: dict[
     steps = run.metrics()
     assert [s["step"] for s in steps] == [1, 2, 3]
     assert all(s["tokens_per_s"] > 0 for s in steps)
-    assert steps[0]["trainer"]["logprob_diff_max"] < 1e-4
+    assert steps[0]["agreement"]["difference_max"] < 1e-4
     assert "swept" not in run.output
     for name in ("trace.json", "report.png", "config.json", "controller.log"):
         assert (run.run_dir / name).stat().st_size > 0, name
@@ -266,4 +266,4 @@ async def test_a_second_turn_continues_the_exact_tokens(config: dict[str, Any], 
     assert conserved(run.summary())
     assert run.summary()["drop_reasons"] == {}
     assert all(s["environment"] == {"turns": 2.0} for s in run.metrics())
-    assert run.metrics()[0]["trainer"]["logprob_diff_max"] < 1e-4
+    assert run.metrics()[0]["agreement"]["difference_max"] < 1e-4

@@ -83,7 +83,7 @@ async def test_the_official_client_is_trained_with_all_that_it_can_do(config: di
     steps = run.metrics()
     assert all(step["environment"]["agent_failed"] == 0 for step in steps)
     assert all("side" in step["environment"] for step in steps)
-    assert steps[0]["trainer"]["logprob_diff_max"] < 1e-4
+    assert steps[0]["agreement"]["difference_max"] < 1e-4
     assert "swept" not in run.output
     assert not (run.run_dir / "control.json").exists()
 
@@ -112,7 +112,7 @@ async def test_the_example_with_a_tool_is_trained(config: dict[str, Any], tmp_pa
     run = await finished(config, tmp_path)
     assert conserved(run.summary())
     assert run.summary()["drop_reasons"] == {}
-    assert run.metrics()[0]["trainer"]["logprob_diff_max"] < 1e-4
+    assert run.metrics()[0]["agreement"]["difference_max"] < 1e-4
 
 
 @pytest.mark.long

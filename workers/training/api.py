@@ -112,6 +112,24 @@ class FinishStep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     step: int
 
 
+RATIO_QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+class Agreement(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How far the trainer's logprobs of loss tokens are from the sampler's; d = log pi_trainer - log pi_sampler, nats."""
+
+    tokens: int
+    difference_mean: float
+    """Mean of |d|."""
+    difference_max: float
+    """Largest |d| of one token."""
+    kl: float
+    """Mean of r - 1 - d with r = e^d: the k3 estimate of KL(sampler || trainer) from the sampler's tokens (Schulman 2020,
+    "Approximating KL divergence")."""
+    ratio_quantiles: tuple[float, ...]
+    """Of the importance ratio r, at `RATIO_QUANTILES`."""
+
+
 class StepMetrics(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of one optimizer step. Means are over the step's loss tokens. All in nats where they are logprobs."""
 
@@ -121,10 +139,10 @@ class StepMetrics(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     entropy: float
     clip_fraction: float
     ratio_mean: float
-    kl_rollout: float
-    """k3 estimate of KL(sampler || policy): how far the trainer's logprobs are from the sampler's."""
-    logprob_diff_max: float
-    """Largest |policy - rollout| logprob difference of one token."""
+    agreement: Agreement
+    """Over all loss tokens, before the optimizer moved the weights."""
+    agreement_by_age: dict[int, Agreement]
+    """Over those whose weights were so many steps older than the trainer's; the greatest age stands for all above it."""
     kl_reference: float | None
     tokens: int
     seconds: float

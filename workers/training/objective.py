@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.training.api import LossSpec
-from workers.training.losses import MAX_LOG_RATIO, importance_weights, kl_divergence, policy_loss, token_weights
+from workers.training.losses import importance_weights, kl_divergence, policy_loss, token_weights
 from workers.training.rows import Batch
 
 
@@ -24,16 +24,14 @@ class Totals:
 
 @dataclass
 class TokenSums:
-    """Sums over loss tokens (`logprob_diff_max` a maximum); what microbatches are added up in."""
+    """Sums over loss tokens; what microbatches are added up in."""
 
     tokens: int = 0
     loss: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
     ratio: float = 0.0
-    kl_rollout: float = 0.0
     kl_reference: float = 0.0
-    logprob_diff_max: float = 0.0
 
     def add(self, other: TokenSums) -> None:
         self.tokens += other.tokens
@@ -41,9 +39,7 @@ class TokenSums:
         self.entropy += other.entropy
         self.clipped += other.clipped
         self.ratio += other.ratio
-        self.kl_rollout += other.kl_rollout
         self.kl_reference += other.kl_reference
-        self.logprob_diff_max = max(self.logprob_diff_max, other.logprob_diff_max)
 
 
 @dataclass(frozen=True)
@@ -94,15 +90,11 @@ def microbatch_loss(spec: LossSpec, batch: Batch, inputs: TokenInputs, totals: T
     if spec.entropy_coef:
         loss = loss - spec.entropy_coef * inputs.entropies.sum() / totals.loss_tokens
     with torch.no_grad():
-        difference = current - rollout
-        clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         sums = [
             loss,
             inputs.entropies.sum(),
             policy.clipped.sum(),
             policy.ratio.sum(),
-            (torch.expm1(clamped) - clamped).sum(),
             loss.new_zeros(()) if kl_reference is None else kl_reference.sum(),
-            torch.cat((loss.new_zeros(1), difference.abs())).max(),
         ]
         return loss, TokenSums(batch.tokens, *cast("list[float]", torch.stack([x.double() for x in sums]).tolist()))

@@ -37,6 +37,8 @@ class Batch:
     """int64 [B]: loss tokens of each row."""
     rollout_logprobs: Tensor
     """float32 [N]: the sampler's."""
+    weight_versions: Tensor
+    """int64 [N]: the weights that each was sampled with."""
     routed_experts: Tensor | None = None
     """int32 [B, T, layers, topk]: the experts that the sampler used, -1 where unknown and in the padding."""
 
@@ -60,19 +62,26 @@ def collate(
     vocab_size: int,
     device: torch.device,
     lengths: Sequence[int] | None = None,
+    version: int | None = None,
 ) -> Batch:
-    """Check the rows and pad them. `lengths` are the announced ones. Raises BadTrainRow naming the key and what is wrong."""
+    """Check the rows and pad them. `lengths` are the announced ones; no token can be of later weights than `version`.
+
+    Raises BadTrainRow naming the key and what is wrong.
+    """
     if not rows:
         raise BadTrainRow("there are no rows to train on")
     for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
-        _check(key, row, vocab_size, None if lengths is None else lengths[i])
+        _check(key, row, vocab_size, None if lengths is None else lengths[i], version)
     ids = np.zeros((len(rows), max(len(row["input_ids"]) for row in rows)), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)
     for i, row in enumerate(rows):
         ids[i, : len(row["input_ids"])] = row["input_ids"]
         mask[i, : len(row["loss_mask"])] = row["loss_mask"]
     row_index, position = np.nonzero(mask)
-    logprobs = np.concatenate([row["rollout_logprobs"][row["loss_mask"] == 1] for row in rows])
+    logprobs, versions = (
+        np.concatenate([row[name][row["loss_mask"] == 1] for row in rows])
+        for name in ("rollout_logprobs", "weight_versions")
+    )
     return Batch(
         keys=tuple(keys),
         input_ids=_tensor(ids, device),
@@ -80,6 +89,7 @@ def collate(
         position=_tensor(position, device),
         row_tokens=_tensor(mask.sum(1), device),
         rollout_logprobs=_tensor(logprobs, device),
+        weight_versions=_tensor(versions, device),
         routed_experts=_routed_experts(keys, rows, ids.shape[1], device),
     )
 
@@ -119,7 +129,7 @@ def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _check(key: str, row: Mapping[str, Column], vocab_size: int, length: int | None) -> None:
+def _check(key: str, row: Mapping[str, Column], vocab_size: int, length: int | None, version: int | None) -> None:
     def bad(what: str) -> BadTrainRow:
         return BadTrainRow(f"row {key!r}: {what}")
 
@@ -138,5 +148,8 @@ def _check(key: str, row: Mapping[str, Column], vocab_size: int, length: int | N
         raise bad(f"loss_mask holds {mask.max()}; it may hold 0 and 1")
     if mask[0]:
         raise bad("loss_mask marks the first token, which nothing predicts")
+    newest = row["weight_versions"][mask == 1].max(initial=0)
+    if version is not None and newest > version:
+        raise bad(f"a token was sampled with weights {newest}, which are newer than the policy's {version}")
     if not np.isfinite(row["rollout_logprobs"][mask == 1]).all():
         raise bad("rollout_logprobs has a value that is not finite")

@@ -99,7 +99,14 @@ class TrainingService:
             rows = await fetch_rows(self._plane, request.partition, keys)
 
         def compute() -> api.MicrobatchDone:
-            batch = collate(keys, rows, vocab_size=self._vocab_size, device=self._device, lengths=lengths)
+            batch = collate(
+                keys,
+                rows,
+                vocab_size=self._vocab_size,
+                device=self._device,
+                lengths=lengths,
+                version=request.step,
+            )
             return self._trainer.train_microbatch(request, batch)
 
         return await self._compute(compute)

@@ -15,6 +15,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from workers.training.agreement import AgreementMeter
 from workers.training.api import (
     BeginStep,
     LossSpec,
@@ -77,6 +78,7 @@ class Trainer:
         self._reference = reference
         self._kept: dict[tuple[Model, str], Tensor] = {}
         self._sums = TokenSums()
+        self._agreement = AgreementMeter()
         self._grad_norm = torch.zeros(())
         self._seconds = 0.0
 
@@ -102,7 +104,7 @@ class Trainer:
         """Open a step. Raises OutOfOrder."""
         self.state.begin(request)
         self.policy.drop_gradients()
-        self._sums, self._seconds = TokenSums(), 0.0
+        self._sums, self._agreement, self._seconds = TokenSums(), AgreementMeter(), 0.0
 
     def train_microbatch(self, request: Microbatch, batch: Batch) -> MicrobatchDone:
         """Add this microbatch's share of the step's gradient. `batch` holds the request's rows, in its order.
@@ -136,6 +138,7 @@ class Trainer:
             self._grad_norm = torch.nn.utils.get_total_norm(self.policy.gradients())
             if not self._grad_norm.isfinite():
                 raise NonFinite(f"{where}: the gradient's norm is {self._grad_norm.item()}; rows {list(batch.keys)}")
+            self._agreement.add(logprobs, batch.rollout_logprobs, request.step - batch.weight_versions)
         self._sums.add(sums)
         self.state.trained(request, batch.tokens)
         return MicrobatchDone(loss=sums.loss, tokens=batch.tokens)
@@ -156,6 +159,7 @@ class Trainer:
         self._kept.clear()
         self.state.finished()
         sums = self._sums
+        agreement, by_age = self._agreement.measure()
         return StepMetrics(
             loss=sums.loss,
             grad_norm=self._grad_norm.item(),
@@ -163,8 +167,8 @@ class Trainer:
             entropy=sums.entropy / sums.tokens,
             clip_fraction=sums.clipped / sums.tokens,
             ratio_mean=sums.ratio / sums.tokens,
-            kl_rollout=sums.kl_rollout / sums.tokens,
-            logprob_diff_max=sums.logprob_diff_max,
+            agreement=agreement,
+            agreement_by_age=by_age,
             kl_reference=None if self._reference is None else sums.kl_reference / sums.tokens,
             tokens=sums.tokens,
             seconds=self._seconds,

@@ -28,7 +28,13 @@ def step_report(step: int, **changes: Any) -> StepReport:
         "phases": {"wait_rollouts": 2.0, "train": 1.5, "clear": 0.01, "weight_sync": 0.4},
         "counts": {"dispatched": 300, "trained": 128 * step, "live": 172},
         "buffer": {"generating": 14, "ready": 3},
-        "trainer": {"loss": 0.01, "grad_norm": 0.4, "lr": 1e-5, "entropy": 1.1, "kl_rollout": 2e-4},
+        "trainer": {"loss": 0.01, "grad_norm": 0.4, "lr": 1e-5, "entropy": 1.1},
+        "agreement": {
+            "difference_mean": 0.02,
+            "kl": 2e-4,
+            "age_0_difference_mean": 0.001,
+            "age_1_difference_mean": 0.03,
+        },
         "environment": {"accuracy": 0.4},
         "data_plane": {"fetch": 0.1, "clear": 0.01},
     }

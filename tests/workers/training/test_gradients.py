@@ -129,8 +129,8 @@ def test_gradient_and_metrics_equal_the_naive_reference(number: int, model: Path
     assert metrics.entropy == pytest.approx(expected["entropy"], rel=1e-10)
     assert metrics.clip_fraction == pytest.approx(expected["clip"], rel=1e-10)
     assert metrics.ratio_mean == pytest.approx(expected["ratio"], rel=1e-10)
-    assert metrics.kl_rollout == pytest.approx(expected["k3"], rel=1e-10)
-    assert metrics.logprob_diff_max == pytest.approx(expected["diff"], rel=1e-10)
+    assert metrics.agreement.kl == pytest.approx(expected["k3"], rel=1e-10)
+    assert metrics.agreement.difference_max == pytest.approx(expected["diff"], rel=1e-10)
     assert metrics.kl_reference == (pytest.approx(expected["kl"], rel=1e-10) if spec.kl_coef else None)
     assert metrics.tokens == expected["tokens"]
 
