@@ -284,7 +284,7 @@ class GateConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_open_rollouts: PositiveInt = 4096
     """Rollouts with calls running over HTTP at the same time; calls of others get 429."""
     max_connections: PositiveInt = 4096
-    """More are closed at once."""
+    """For more, idle ones are closed, or they themselves."""
     keep_alive_s: Seconds = 10.0
     """Between the comments that keep a streamed call's connection alive until its answer is on record."""
     read_timeout_s: Seconds = 30.0

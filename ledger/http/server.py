@@ -51,7 +51,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_open_rollouts: int = 4096
     """Rollouts with calls running at the same time."""
     max_connections: int = 4096
-    """More are closed at once."""
+    """For more, idle ones are closed, or they themselves."""
     read_timeout_s: float = 30.0
     """For the rest of a request's body, once its headers are there."""
     send_timeout_s: float = 60.0
@@ -281,13 +281,31 @@ class _Server(web.Server):
     def connection_made(self, handler: RequestHandler, transport: Transport) -> None:
         super().connection_made(handler, transport)
         if len(self._connections) > self._max_connections:
-            transport.abort()
+            self._make_room(handler)
+
+    def _make_room(self, newest: RequestHandler) -> None:
+        """Close the oldest connection on which nothing is asked, rather one that never asked; else the newest of all.
+
+        So whoever hoards connections loses them to those who use theirs.
+        """
+        live = [connection for connection, transport in self._connections.items() if not transport.is_closing()]
+        if len(live) > self._max_connections:
+            idle = (c for c in live if isinstance(c, _Connection) and c.idle and c is not newest)
+            self._connections[min(idle, key=lambda c: c.asked, default=newest)].abort()
 
 
 class _Connection(RequestHandler):
     """Answers what is no HTTP as everything else is answered, and does not let it fill the log."""
 
     __slots__ = ()
+
+    @property
+    def idle(self) -> bool:
+        return self._current_request is None and not self._messages
+
+    @property
+    def asked(self) -> bool:
+        return self._request_count > 0
 
     def handle_error(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import struct
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
@@ -117,15 +118,41 @@ async def test_a_body_that_trickles_in_is_given_up() -> None:
         assert not rig.worker.requests
 
 
-async def test_connections_beyond_the_limit_are_closed_and_the_others_served() -> None:
-    async with HttpRig(limits=Limits(max_connections=3)).running() as rig:
-        streams = [(await rig.connect())[0] for _ in range(3)]
+async def test_beyond_the_limit_those_who_ask_nothing_are_closed_first() -> None:
+    async with HttpRig(limits=Limits(max_connections=3)).running() as rig, AsyncExitStack() as streams:
+
+        async def connected(*, asks: bool) -> SocketStream:
+            stream = await streams.enter_async_context((await rig.connect())[0])
+            if asks:
+                await served(stream)
+            return stream
+
+        async def served(stream: SocketStream) -> None:
+            await stream.send(rig.request())
+            assert (await stream.receive()).startswith(b"HTTP/1.1 200")
+
+        user = await connected(asks=True)
+        hoarded = [await connected(asks=False) for _ in range(2)]
+        for silent in hoarded:
+            newer = await connected(asks=True)
+            await closed(silent)
+        await served(user)
+        await served(newer)
+
+
+async def test_beyond_the_limit_calls_that_run_are_not_disturbed() -> None:
+    async with HttpRig(limits=Limits(max_connections=2)).running() as rig, anyio.create_task_group() as tasks:
+        release = anyio.Event()
+        rig.worker.before = release.wait
+        for _ in range(2):
+            tasks.start_soon(rig.post)
+        while rig.worker.running < 2:
+            await anyio.sleep(0.005)
         extra, _ = await rig.connect()
-        await closed(extra)
-        await streams[0].send(rig.request())
-        assert (await streams[0].receive()).startswith(b"HTTP/1.1 200")
-        for stream in (*streams, extra):
-            await stream.aclose()
+        async with extra:
+            await closed(extra)
+        release.set()
+    assert len(rig.commits()) == 2
 
 
 async def test_the_end_of_the_server_settles_what_runs_and_says_so() -> None:
