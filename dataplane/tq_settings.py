@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-_DEFAULTS = {
+DEFAULTS = {
     "TQ_LOGGING_LEVEL": "ERROR",
     # TransferQueue sets torch's process-wide thread count around its work; 1 keeps its own work off the other cores.
     "TQ_NUM_THREADS": "1",
@@ -22,5 +22,5 @@ _DEFAULTS = {
 
 def apply() -> None:
     """Set what the environment leaves open. Without effect in a process that has imported TransferQueue already."""
-    for name, value in _DEFAULTS.items():
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)

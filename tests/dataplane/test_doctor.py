@@ -1,0 +1,105 @@
+"""The doctor finds a plane well that is, and of one that is not it says what is wrong, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dataplane.__main__ import main
+from dataplane.servers import LocalServers
+from dataplane.spec import PlaneSpec
+from tests.dataplane.faults import frozen
+
+
+def seen_at(address: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["doctor", "--address", address, *arguments])
+    return code, capsys.readouterr().out
+
+
+def wrong(spec: PlaneSpec, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code, out = seen_at(msgspec.json.encode(spec).decode(), capsys, *arguments)
+    assert code == 1
+    [problem] = [line.removeprefix("WRONG").strip() for line in out.splitlines() if line.startswith("WRONG")]
+    return problem
+
+
+def test_a_plane_that_is_well(spec: PlaneSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "dataplane.json"
+    file.write_bytes(msgspec.json.encode(spec))
+    code, out = seen_at(str(file), capsys)
+    assert code == 0
+    assert "nothing is wrong" in out
+    for seen in (
+        "TransferQueue 0.1.11",
+        f"{spec.backend}: 1 controller",
+        "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS = 3",
+        "median",
+    ):
+        assert seen in out
+    assert all(server.id in out for server in spec.servers)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("nowhere/dataplane.json", "there is no file"),
+        ("{}", "is not a data plane's address: Object missing required field `controller`"),
+        ('{"controller": 1}', "Expected `object`, got `int`"),
+        (str(Path(__file__).parent), "cannot read"),
+        ("ray:head", "ray:head is no Ray address"),
+        ("ray:127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
+    ],
+)
+def test_an_address_that_is_none(address: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = seen_at(address, capsys)
+    assert code == 1
+    assert says in out
+
+
+def test_a_server_that_is_gone(spec: PlaneSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    dead = msgspec.structs.replace(spec.storage[0], id="the dead one", ports={"put_get_socket": port})
+    problem = wrong(msgspec.structs.replace(spec, storage=(dead, *spec.storage[1:])), capsys)
+    assert "storage server the dead one" in problem
+    assert "it was stopped or killed, or the address is of another machine or an older run" in problem
+
+
+def test_a_server_of_another_kind(spec: PlaneSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ports = dict.fromkeys(spec.controller.ports, listener.getsockname()[1])
+        other = msgspec.structs.replace(spec.controller, ports=ports)
+        problem = wrong(msgspec.structs.replace(spec, controller=other), capsys)
+    assert f"no answer from the data plane's controller server {spec.controller.id}" in problem
+
+
+def test_a_server_that_stands_still(servers: LocalServers, capsys: pytest.CaptureFixture[str]) -> None:
+    with frozen(servers.pids["storage unit 1"]):
+        problem = wrong(servers.spec, capsys, "--timeout", "0.5")
+    assert f"no answer from the data plane's storage server {servers.spec.storage[1].id}" in problem
+
+
+def test_servers_of_another_version(spec: PlaneSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    older = msgspec.structs.replace(spec.controller, software="TransferQueue 0.1.9")
+    problem = wrong(msgspec.structs.replace(spec, controller=older), capsys)
+    assert "runs TransferQueue 0.1.9, but here it is 0.1.11: install the same version on both machines" in problem
+
+
+def test_a_setting_of_the_environment_is_pointed_out(
+    spec: PlaneSpec, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS", "7")
+    _, out = seen_at(json.dumps(msgspec.to_builtins(spec)), capsys)
+    assert "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS = 7, from the environment (else 3)" in out
+
+
+def test_a_bad_command_line() -> None:
+    for arguments in (["doctor", "--timeout", "0"], ["doctor", "--backend", "redis"], []):
+        with pytest.raises(SystemExit) as raised:
+            main(arguments)
+        assert raised.value.code == 2
