@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Generator
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from dataplane.servers import LocalServers, start_servers
+from dataplane.servers import Servers
 from dataplane.spec import PlaneSpec, connect
 from dataplane.transferqueue import TransferQueuePlane
+from tests.dataplane.backends import BACKENDS, Backend
 
 _numbers = itertools.count()
 
@@ -22,14 +23,26 @@ def portal() -> Generator[BlockingPortal]:
         yield portal
 
 
+@pytest.fixture(scope="session", params=BACKENDS, ids=lambda backend: backend.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def servers(portal: BlockingPortal) -> Generator[LocalServers]:
-    with portal.wrap_async_context_manager(start_servers(storage_units=2, timeout_s=120)) as servers:
+def servers(portal: BlockingPortal, backend: Backend) -> Generator[Servers]:
+    with portal.wrap_async_context_manager(backend.servers()) as servers:
         yield servers
 
 
 @pytest.fixture(scope="session")
-def spec(servers: LocalServers) -> PlaneSpec:
+def bare_servers(portal: BlockingPortal, backend: Backend) -> Generator[Servers]:
+    """As TransferQueue comes: to show what it does by itself."""
+    with portal.wrap_async_context_manager(backend.bare_servers()) as servers:
+        yield servers
+
+
+@pytest.fixture
+def spec(servers: Servers) -> PlaneSpec:
     return servers.spec
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -13,17 +14,24 @@ import anyio
 
 
 @contextmanager
-def frozen(*pids: int) -> Generator[None]:
-    """The processes stand still (SIGSTOP) for the length of the block."""
+def frozen(*pids: int, at_most_s: float = 60) -> Generator[None]:
+    """The processes stand still (SIGSTOP) for the length of the block, which may be stuck in them for `at_most_s`."""
+
+    def thaw() -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
         while state(pid) not in "TZX":  # each of its threads stops at its own next chance
             time.sleep(0.001)
+    timer = threading.Timer(at_most_s, thaw)
+    timer.start()
     try:
         yield
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        timer.cancel()
+        thaw()
 
 
 @asynccontextmanager

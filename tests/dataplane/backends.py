@@ -1,0 +1,35 @@
+"""The storages that a plane is tested on: servers as a run starts them, and as TransferQueue comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane.servers import LocalServers, Servers, start_servers
+from dataplane.spec import ServerAddress
+from dataplane.topology import TRANSFER_QUEUE, MooncakeSettings, Topology
+
+STORAGE_UNITS = 2
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    mooncake: MooncakeSettings | None = None
+
+    def servers(self, **options: Any) -> Servers:
+        return start_servers(storage_units=STORAGE_UNITS, timeout_s=START_TIMEOUT_S, mooncake=self.mooncake, **options)
+
+    def bare_servers(self) -> Servers:
+        return BareServers(Topology(storage_units=STORAGE_UNITS, mooncake=self.mooncake), START_TIMEOUT_S, "127.0.0.1")
+
+
+class BareServers(LocalServers):
+    async def launch(self, name: str, module: str, arguments: Sequence[str]) -> ServerAddress:
+        bare = "tests.dataplane.bare_server" if module == TRANSFER_QUEUE else module
+        return await super().launch(name, bare, arguments)
+
+
+BACKENDS = [Backend("simple")]
