@@ -1,5 +1,5 @@
 """`python -m controller`: see `controller.cli`."""
 
-from controller.cli import main
+from controller.cli import program
 
-raise SystemExit(main())
+program()

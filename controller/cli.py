@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGTERM
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 
@@ -20,17 +20,38 @@ from controller.config.plan import plan
 from controller.config.problems import ConfigError
 from controller.config.schema import Config
 from controller.exits import Exit
+from controller.foreign import left_behind
 
 if TYPE_CHECKING:
     from controller.reporting.summary import RunSummary
     from controller.run_dir import Resume
 
+_LEFTOVERS_S = 10.0
 _CODES = "\n".join(f"  {code.value:<4} {code.meaning}" for code in Exit)
 _EPILOG = f"exit codes:\n{_CODES}\n\nEvery key of the configuration is explained in docs/configuration.md."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code (see `controller.exits`); argparse exits by itself, with 0 or 2."""
+def program() -> NoReturn:
+    """The process of a command line: it ends here, with the exit code, even if a thread of the user's code never does."""
+    code = main(leave_when_done=True)
+    if left_behind():
+        # What was left behind would be closed, and refuse it, on the interpreter's way out.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def main(argv: Sequence[str] | None = None, *, leave_when_done: bool = False) -> int:
+    """Run the command line and return the exit code (see `controller.exits`); argparse exits by itself, with 0 or 2.
+
+    With `leave_when_done` the process is ended a while after a run has, if it has not by itself.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["status"]:
+        from controller.waits import status
+
+        return status.main(argv[1:])
     arguments = _parser().parse_args(argv)
     show_traceback = arguments.traceback or os.environ.get("MONOLOOP_TRACEBACK") == "1"
     try:
@@ -46,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(plan(config, findings.model))  # noqa: T201
         return Exit.FINISHED
     try:
-        return _run(config, arguments.resume)
+        return _run(config, arguments.resume, show_traceback, leave_when_done)
     except BaseException as error:  # what the run ended with, an interrupt before its handlers stood included
         return _explain(error, config, show_traceback)
 
@@ -54,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m controller",
-        description="Train a language model by asynchronous reinforcement learning, as one configuration file says.",
+        description="Train a language model by asynchronous reinforcement learning, as one configuration file says.\n"
+        "`python -m controller status RUN_DIR` says what an active run is waiting for.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -103,15 +125,26 @@ class _Version(argparse.Action):
         parser.exit(message=f"monoloop {found}\n")
 
 
-def _run(config: Config, resume: Resume) -> Exit:
+def _run(config: Config, resume: Resume, show_traceback: bool, leave_when_done: bool) -> Exit:
     from controller.controller import Controller
+    from controller.leaving import leave_within
 
-    async def run() -> RunSummary:
-        async with Controller(config, resume=resume) as controller:
-            return await controller.run()
+    async def run() -> Exit:
+        try:
+            async with Controller(config, resume=resume) as controller:
+                code = _exit_of(await controller.run())
+        except Exception as error:
+            code = _explain(error, config, show_traceback)
+        if leave_when_done:
+            # The loop and the interpreter wait for all tasks and threads, those that the user's code began too.
+            leave_within(_LEFTOVERS_S, code)
+        return code
 
     use_uvloop = importlib.util.find_spec("uvloop") is not None
-    summary = anyio.run(run, backend_options={"use_uvloop": use_uvloop})
+    return anyio.run(run, backend_options={"use_uvloop": use_uvloop})
+
+
+def _exit_of(summary: RunSummary) -> Exit:
     match summary.status:
         case "finished":
             return Exit.FINISHED
@@ -129,6 +162,7 @@ def _explain(error: BaseException, config: Config, show_traceback: bool) -> Exit
     from controller.first_error import first_error
     from controller.interrupts import Interrupted
     from controller.run_dir import RunDirError
+    from controller.sentinel.sentinel import LoopBlocked
     from controller.watchdog import RunStalled
     from workers.environments.registry import BadEnvironment
 
@@ -152,7 +186,13 @@ def _explain(error: BaseException, config: Config, show_traceback: bool) -> Exit
     _say("\n".join(lines))
     if show_traceback:
         _say(trace)
-    return Exit.STALLED if isinstance(first, RunStalled) else Exit.FAILED
+    match first:
+        case RunStalled():
+            return Exit.STALLED
+        case LoopBlocked():
+            return Exit.BLOCKED
+        case _:
+            return Exit.FAILED
 
 
 def _refuse(error: BaseException, show_traceback: bool) -> Exit:

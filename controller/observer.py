@@ -35,6 +35,9 @@ class Observer:
     ) -> None:
         self.writer = writer
         self.progress = progress
+        self.name = progress.name
+        self.activity: str | None = "starting"
+        """What was given to `doing` last."""
         self.evaluations = list(evaluations)
         """All of the run so far."""
         self._metrics = metrics
@@ -53,6 +56,7 @@ class Observer:
 
     def doing(self, what: str | None) -> None:
         """What the controller as a whole does: starting up, winding down; None while it trains."""
+        self.activity = what
         self.progress.phase(what)
         logger.info("%s", what or "training")
 

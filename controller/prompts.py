@@ -39,34 +39,36 @@ class PromptSource:
     async def fetch(self) -> bool:
         """Make sure `take` has a prompt; False when the iterator is exhausted.
 
-        Raises PromptError. A cancellation loses no prompt: one drawn meanwhile stays held.
+        Raises PromptError. After a cancellation nothing more may be fetched; a prompt that was being drawn does not count as
+        drawn.
         """
         if not self._held:
-            await anyio.to_thread.run_sync(self._draw)
+            # Abandoned on a cancellation: an iterator may never answer. What it then yields is drawn anew after a resume.
+            self.drawn, prompt = await anyio.to_thread.run_sync(self._draw, self.drawn, abandon_on_cancel=True)
+            if prompt is not None:
+                self._held.append(prompt)
         return bool(self._held)
 
     def take(self) -> Prompt:
         """Hand out the next prompt; `fetch` must have returned True."""
         return self._held.popleft()
 
-    def _draw(self) -> None:
+    def _draw(self, drawn: int) -> tuple[int, Prompt | None]:
+        """How many were drawn then, and the prompt; None at the end."""
         while True:
             try:
                 prompt = next(self._prompts)
             except StopIteration:
-                if self.drawn == 0:
+                if drawn == 0:
                     raise PromptError("the prompt iterator yielded no prompt at all: is the data set empty?") from None
-                return
+                return drawn, None
             except Exception as e:
-                raise PromptError(
-                    f"the prompt iterator raised after {self.drawn} prompts: {type(e).__name__}: {e}"
-                ) from e
-            self.drawn += 1
+                raise PromptError(f"the prompt iterator raised after {drawn} prompts: {type(e).__name__}: {e}") from e
+            drawn += 1
             if not isinstance(prompt, Prompt):  # pyright: ignore[reportUnnecessaryIsInstance]  # user code
                 raise PromptError(
-                    f"prompt number {self.drawn} is {prompt!r} of type {type(prompt).__name__}; "
+                    f"prompt number {drawn} is {prompt!r} of type {type(prompt).__name__}; "
                     "an environment's prompts() must yield controller.Prompt objects"
                 )
-            if self.drawn > self._skip:
-                self._held.append(prompt)
-                return
+            if drawn > self._skip:
+                return drawn, prompt

@@ -18,7 +18,7 @@ from controller.prompts import PromptSource
 from controller.records import FinalizationRequest, PlayedRollout, PromptGroup
 from controller.run_state import RunState
 from controller.samplers import Sampler
-from controller.waiting import Activities
+from controller.waiting import PROMPTS, ROLLOUT_PUMP, Activities
 from ledger.ledger import Ledger
 
 
@@ -61,15 +61,16 @@ class RolloutPump:
         """Dispatch until the prompts are exhausted, then wait for what is in flight. Otherwise runs until cancelled."""
         async with anyio.create_task_group() as tg:
             while True:
-                with self._activities.doing("rollout pump", "waiting for the sampler to admit a group"):
-                    await self._buffer.wait_until(self._may_dispatch)
+                with self._activities.doing(ROLLOUT_PUMP, "waiting for the sampler to admit a group"):
+                    await self._buffer.wait_until(self.may_dispatch)
                 entry = await self._dispatch()
                 if entry is None:
                     self._state.exhaust()
                     return
                 tg.start_soon(self._play_group, entry)
 
-    def _may_dispatch(self) -> bool:
+    def may_dispatch(self) -> bool:
+        """Whether the policy admits a group now."""
         return self._target_step() is not None
 
     def _target_step(self) -> int | None:
@@ -83,11 +84,11 @@ class RolloutPump:
         group_id = group_id_of(self.next_group)
         entry = await self._buffer.reserve(group_id)
         try:
-            with self._activities.doing("rollout pump", "drawing a prompt"):
+            with self._activities.doing(ROLLOUT_PUMP, "drawing a prompt", on=PROMPTS):
                 if not await self._prompts.fetch():
                     return None
             # The run may have moved on while the prompt was drawn.
-            await self._buffer.wait_until(self._may_dispatch)
+            await self._buffer.wait_until(self.may_dispatch)
             target_step = self._target_step()
             assert target_step is not None
             group = PromptGroup(

@@ -24,6 +24,7 @@ def summarise(
     buffer: ReplayBuffer,
     data_plane: Mapping[str, float],
     custody: Mapping[str, int] | None = None,
+    loop: Mapping[str, float] | None = None,
 ) -> StepReport:
     """`seconds`: wall time since the previous step ended. `counts`: rollouts so far by end.
 
@@ -63,6 +64,7 @@ def summarise(
         environment=metric_means(samples),
         data_plane=dict(data_plane),
         custody={name: float(count) for name, count in (custody or {}).items()},
+        loop=dict(loop or {}),
         rows=sum(len(s.rows) for s in trained),
         unproven=sum(not s.proven for s in trained),
     )

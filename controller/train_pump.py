@@ -23,7 +23,7 @@ from controller.evaluation import Evaluator
 from controller.records import TrainSample
 from controller.run_state import RunState
 from controller.samplers import Sampler
-from controller.waiting import Activities
+from controller.waiting import BUFFER, EVALUATION, PLANE, SYNC, TRAIN_PUMP, TRAINER, Activities
 from controller.weight_sync import WeightSync
 from dataplane.plane import DataPlane
 from dataplane.schema import TRAIN
@@ -41,6 +41,16 @@ from workers.training.api import (
     StepMetrics,
     TrainRow,
 )
+
+_WAITS_FOR = {
+    "wait_rollouts": BUFFER,
+    "logprobs": TRAINER,
+    "train": TRAINER,
+    "clear": PLANE,
+    "weight_sync": SYNC,
+    "evaluate": EVALUATION,
+    "checkpoint": TRAINER,
+}
 
 Samples = Sequence[tuple[GroupEntry, TrainSample, float]]
 """(group, sample, advantage) of each valid sample of a step."""
@@ -228,7 +238,7 @@ class TrainPump:
     @contextmanager
     def _phase(self, name: str, what: str, phases: dict[str, float]) -> Generator[None]:
         step, start = self._state.step, time.monotonic()
-        with self._activities.doing("train pump", what):
+        with self._activities.doing(TRAIN_PUMP, what, on=_WAITS_FOR[name]):
             try:
                 yield
             finally:

@@ -1,18 +1,34 @@
-"""What each part of the run is doing, and since when: the answer to "why is it not moving?"."""
+"""What each part of the run is doing, since when, and what it waits for: the answer to "why is it not moving?"."""
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+LOOP = "event loop"
+TRAIN_PUMP = "train pump"
+ROLLOUT_PUMP = "rollout pump"
+FINALIZER = "finalizer"
+BUFFER = "replay buffer"
+EVALUATION = "evaluation"
+PROMPTS = "prompts"
+ENVIRONMENT = "environment"
+TRAINER = "training worker"
+SYNC = "weight sync"
+PLANE = "data plane"
+ENGINES = "generation workers"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Activity:
     what: str
     since: float
     """time.monotonic()."""
+    on: str = ""
+    """The part that it waits for, if it is another one."""
 
     @property
     def seconds(self) -> float:
@@ -20,28 +36,38 @@ class Activity:
 
 
 class Activities:
-    """Named parts of the run and their present activity. Parts that do nothing are absent."""
+    """Named parts of the run and what they do. Parts that do nothing are absent."""
 
     def __init__(self) -> None:
-        self._now: dict[str, Activity] = {}
+        self._now: dict[str, dict[Activity, None]] = {}
 
     @contextmanager
-    def doing(self, part: str, what: str) -> Generator[None]:
-        """Mark `part` as doing `what` inside; the activity around it shows again afterwards."""
-        before = self._now.get(part)
-        self._now[part] = Activity(what, time.monotonic())
+    def doing(self, part: str, what: str, *, on: str = "") -> Generator[None]:
+        """Mark `part` as doing `what` inside; an activity around it, or beside it, shows again afterwards."""
+        activity = Activity(what, time.monotonic(), on)
+        self._now.setdefault(part, {})[activity] = None
         try:
             yield
         finally:
-            if before is None:
+            begun = self._now[part]
+            del begun[activity]
+            if not begun:
                 del self._now[part]
-            else:
-                self._now[part] = before
 
     def now(self) -> dict[str, Activity]:
-        return dict(self._now)
+        """What each part began last."""
+        return {part: next(reversed(begun)) for part, begun in tuple(self._now.items())}
+
+    def oldest(self, number: int) -> list[tuple[str, Activity, Activity]]:
+        """The parts that began first, each with the first of all that it does and the latest."""
+        parts = tuple((part, begun) for part, begun in tuple(self._now.items()) if begun)
+        oldest = heapq.nsmallest(number, parts, key=lambda item: next(iter(item[1])).since)
+        return [(part, next(iter(begun)), next(reversed(begun))) for part, begun in oldest]
+
+    def __len__(self) -> int:
+        return len(self._now)
 
     def describe(self) -> str:
         """One line a part, longest first."""
-        rows = sorted(self._now.items(), key=lambda item: item[1].since)
+        rows = sorted(self.now().items(), key=lambda item: item[1].since)
         return "\n".join(f"  {part}: {a.what}, for {a.seconds:.1f} s" for part, a in rows)

@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from controller.generation_pool import GenerationPool
 from controller.run_state import RunState
-from controller.waiting import Activities
+from controller.waiting import ENGINES, SYNC, TRAINER, Activities
 from workers.rpc.client import RpcClient
 from workers.training.api import PUBLISH_WEIGHTS, Publish, Published
 
@@ -42,12 +42,12 @@ class WeightSync:
         the tokens themselves carry the version that they were sampled under.
         """
         start = time.monotonic()
-        with self._activities.doing("weight sync", f"publishing version {version}"), self._state.hold_dispatch():
+        with self._activities.doing(SYNC, f"publishing version {version}", on=TRAINER), self._state.hold_dispatch():
             published: Published = await self._trainer.call(
                 PUBLISH_WEIGHTS, Publish(version=version), timeout=self._timeout_s
             )
             try:
-                with self._activities.doing("weight sync", f"loading version {version} into the engines"):
+                with self._activities.doing(SYNC, f"loading version {version} into the engines", on=ENGINES):
                     await self._pool.load_weights(published.path, version, timeout=self._timeout_s)
                 self._state.serve(version)
             finally:

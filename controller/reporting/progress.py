@@ -51,7 +51,7 @@ class Progress:
         terminal: Terminal | None = None,
         close_timeout_s: float = 2.0,
     ) -> None:
-        self._name = name
+        self.name = name
         self._steps = steps
         self._first_step = first_step
         self._snapshot = snapshot
@@ -76,7 +76,7 @@ class Progress:
         """Shows the run while the body lasts, its cancellation included. On leaving, the last state stays on the screen.
         On a live display, what the body prints to `sys.stdout` appears above it."""
         resumed = f", resumed after step {self._first_step}" if self._first_step else ""
-        self.note(f"run {self._name}: {self._steps} steps{resumed}")
+        self.note(f"run {self.name}: {self._steps} steps{resumed}")
         async with background(self._run, self._stop):
             if self._terminal.live:
                 with _Lines(self.note) as lines, redirect_stdout(lines):
@@ -144,7 +144,7 @@ class Progress:
         else:
             activity, since = snapshot.activity, snapshot.activity_since
         return Frame(
-            name=self._name,
+            name=self.name,
             steps=self._steps,
             step=step,
             elapsed_s=now - self._began,

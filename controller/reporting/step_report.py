@@ -60,6 +60,8 @@ class StepReport(Struct, frozen=True, kw_only=True):
     custody: dict[str, float | None] = {}
     """What the finalizers counted since the previous step: rollouts verified, unproven and rejected (by reason too), reads
     of staged rows and those that failed, rows read, published and cleared, ..."""
+    loop: dict[str, float | None] = {}
+    """How late the event loop ran what was due, in ms, since the previous step; see `controller.sentinel.lag`."""
     rows: int | None = None
     """Rows trained: one per rollout, unless every conversation of a rollout is trained."""
     unproven: int = 0
@@ -106,6 +108,7 @@ class StepReport(Struct, frozen=True, kw_only=True):
             "environment": self.environment,
             "data_plane": self.data_plane,
             "custody": self.custody,
+            "loop": self.loop,
         }
         for section, mapping in sections.items():
             numbers.update({f"{section}/{name}": value for name, value in mapping.items()})
@@ -121,7 +124,7 @@ _NUMBERS = (
     "completion_length_mean",
     "truncated_fraction",
 )
-_MAPPINGS = ("phases", "trainer", "agreement", "environment", "data_plane", "custody")
+_MAPPINGS = ("phases", "trainer", "agreement", "environment", "data_plane", "custody", "loop")
 
 
 def _finite(value: Any, name: str, not_finite: list[str]) -> float | None:

@@ -112,7 +112,8 @@ class Sentinel:
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.current_thread()
-        self._thread = threading.Thread(target=self._run, name="loop sentinel", daemon=True)
+        self._clocks = _Clocks(self._loop_thread)
+        self._thread = threading.Thread(target=self._listen, name="loop sentinel", daemon=True)
         self._beat_at = time.monotonic()
         self._due = self._beat_at + self._beat_s
         self._timer = self._loop.call_later(self._beat_s, self._beat)
@@ -129,6 +130,7 @@ class Sentinel:
             self._timer.cancel()
         gc.callbacks.remove(self._collecting)
         self._thread.join()  # One tick at most.
+        self._clocks.close()
         if self._has_alarm:
             _clear_alarm()
         if error is None:
@@ -192,14 +194,7 @@ class Sentinel:
 
     # In the sentinel's thread.
 
-    def _run(self) -> None:
-        watched = _Clocks(self._loop_thread)
-        try:
-            self._listen(watched)
-        finally:
-            watched.close()
-
-    def _listen(self, watched: _Clocks) -> None:
+    def _listen(self) -> None:
         beats, excused, samples = self._beats, 0.0, _Samples()
         own = {self._loop_thread.ident, threading.get_ident()}
         rearm_at = 0.0
@@ -208,7 +203,7 @@ class Sentinel:
             at, silent, loop_stack, busy = self._beats, self.silent_s, (), ()
             if silent >= self._threshold_s / 2:
                 loop_stack, busy = thread_stack(self._loop_thread.ident or 0), busy_stack(own)
-            turn = watched.turn(self._tick_s)
+            turn = self._clocks.turn(self._tick_s)
             now = time.monotonic()
             if self._has_alarm and now >= rearm_at:
                 assert self._exit_after_s is not None
@@ -226,10 +221,13 @@ class Sentinel:
                 beats, excused, samples = at, 0.0, _Samples()
             if not loop_stack:
                 continue
-            if waits_for_events(loop_stack) and turn.loop_cpu < turn.elapsed / 5 and not busy:
+            if turn.late and turn.others_cpu > turn.loop_cpu and busy:
+                samples.add(busy)
+            elif waits_for_events(loop_stack) and turn.loop_cpu < turn.elapsed / 5:
                 excused += charge  # Nothing to blame: the loop waits, and was not woken.
                 continue
-            samples.add(busy if busy and turn.late and turn.others_cpu > turn.loop_cpu else loop_stack)
+            else:
+                samples.add(loop_stack)
             self._still_blocked(silent - excused, samples)
         self._left(beats, excused, samples)
 
