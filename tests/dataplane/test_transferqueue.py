@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,7 +16,6 @@ import ray
 
 from dataplane.codec import pack
 from dataplane.errors import DataPlaneDown, DataPlaneError, RowExists, RowGone, RowMismatch
-from dataplane.servers import LocalServers
 from dataplane.simple_store import SimpleStore
 from dataplane.spec import PlaneSpec, connect
 from dataplane.transferqueue import TransferQueuePlane
@@ -88,26 +86,6 @@ async def test_a_put_that_the_controller_did_not_hear_of_fails_and_is_taken_back
     assert await plane.keys(partition) == []
     await plane.put(partition, {"a": row(2)})
     assert await values(plane, partition, ["a"]) == [2]
-
-
-async def test_a_surviving_row_does_not_keep_the_memory_of_its_batch(
-    servers: LocalServers, plane: TransferQueuePlane, partition: str
-) -> None:
-    def resident() -> int:
-        stats = [Path(f"/proc/{pid}/statm").read_text().split() for pid in servers.pids.values()]
-        return sum(int(stat[1]) for stat in stats) * os.sysconf("SC_PAGE_SIZE") >> 20
-
-    async def batch(number: int) -> None:
-        keys = [f"{number}/{n}" for n in range(16)]
-        await plane.put(partition, {key: row(1, length=2**20 // 12) for key in keys})
-        assert await plane.clear(partition, keys[1:]) == 15
-
-    await batch(0)
-    before = resident()
-    for number in range(1, 11):
-        await batch(number)
-    assert resident() - before < 80  # MiB; 10 rows of 1 MiB survive, of 160
-    assert len(await plane.keys(partition)) == 11
 
 
 async def test_planes_of_one_process_are_independent(spec: PlaneSpec, partition: str) -> None:
