@@ -6,6 +6,7 @@ two valid samples has no baseline: its advantages are 0.
 
 from __future__ import annotations
 
+import random
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -16,6 +17,12 @@ Rewards: TypeAlias = npt.NDArray[np.float64]
 
 EPS = 1e-4
 """Added to the standard deviation, so that nearly equal rewards do not blow up."""
+
+
+def coin_flips(seed: int, group_id: str, rollouts: int) -> Rewards:
+    """Rewards of 0 or 1, [rollouts], that have nothing to do with what was played; a group's are the same at each call."""
+    rng = random.Random(f"{seed}/{group_id}")  # noqa: S311 - reproducible, not secret
+    return np.array([rng.getrandbits(1) for _ in range(rollouts)], dtype=np.float64)
 
 
 def group_advantages(estimator: Estimator, rewards: Rewards, valid: npt.NDArray[np.bool_]) -> Rewards:

@@ -163,6 +163,7 @@ class Run:
             training=config.training,
             advantage=config.advantage,
             credit=capture.credit,
+            seed=config.run.seed,
             buffer=self.buffer,
             state=self.state,
             sampler=sampler,

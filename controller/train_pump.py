@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import anyio
 import numpy as np
 
-from controller.advantages import group_advantages
+from controller.advantages import coin_flips, group_advantages
 from controller.agreement import AgreementMonitor
 from controller.batching import plan_microbatches
 from controller.buffer import GroupEntry, ReplayBuffer
@@ -90,10 +90,12 @@ class TrainPump:
         on_phase: Callable[[str, int, float, float], None],
         activities: Activities,
         credit: Credit = "equal",
+        seed: int = 0,
     ) -> None:
         self._training = training
         self._advantage = advantage
         self._credit: Credit = credit
+        self._seed = seed
         self._buffer = buffer
         self._state = state
         self._first_step = state.step
@@ -189,6 +191,8 @@ class TrainPump:
         out: list[tuple[GroupEntry, TrainSample, float]] = []
         for entry in groups:
             rewards = np.array([s.reward for s in entry.samples], dtype=np.float64)
+            if self._advantage.rewards == "random":
+                rewards = coin_flips(self._seed, entry.group_id, len(rewards))
             valid = np.array([s.valid for s in entry.samples])
             advantages = group_advantages(self._advantage.estimator, rewards, valid)
             out += [(entry, s, float(a)) for s, a in zip(entry.samples, advantages, strict=True) if s.valid]

@@ -188,6 +188,13 @@ def _context(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
 
 def _loss(config: Config) -> Iterator[Problem]:
     loss, optimizer = config.training.loss, config.training.optimizer
+    if config.advantage.rewards == "random":
+        yield Problem(
+            path="advantage.rewards",
+            what="random: the policy is trained on coin flips, and learns nothing of the task",
+            allowed="environment, unless this run is the control of an experiment",
+            warning=True,
+        )
     if loss.tis_cap is not None and loss.old_logprobs != "policy":
         yield Problem(
             path="training.loss.tis_cap",

@@ -154,6 +154,9 @@ class AdvantageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """How rewards become advantages. `grpo`: less the group's mean, over its deviation. `dr_grpo`: less the mean.
     `rloo`: less the mean of the others."""
+    rewards: Literal["environment", "random"] = "environment"
+    """`random` is the control of an experiment: advantages come from coin flips, one per rollout, which teach nothing. What
+    is reported and evaluated stays the environment's reward."""
 
 
 class AgreementConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.advantages import EPS, Estimator, group_advantages
+from controller.advantages import EPS, Estimator, coin_flips, group_advantages
 
 ESTIMATORS: list[Estimator] = ["grpo", "dr_grpo", "rloo"]
 groups = st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_size=12)
@@ -56,3 +56,11 @@ def test_one_valid_sample_has_no_baseline(estimator: Estimator) -> None:
 def test_shapes_must_match() -> None:
     with pytest.raises(ValueError, match="1-D and of equal length"):
         group_advantages("grpo", np.zeros(3), np.ones(2, dtype=bool))
+
+
+def test_coin_flips_are_fair_and_follow_from_seed_and_group_alone() -> None:
+    flips = np.concatenate([coin_flips(seed, f"g{i}", 8) for seed in range(5) for i in range(100)])
+    assert set(flips) == {0.0, 1.0}
+    assert abs(flips.mean() - 0.5) < 0.05
+    np.testing.assert_array_equal(coin_flips(1, "g7", 8), coin_flips(1, "g7", 8))
+    assert len({tuple(coin_flips(seed, group, 32)) for seed in (0, 1) for group in ("g0", "g1")}) == 4
