@@ -1,6 +1,7 @@
-# make run   trains the quickstart's model        make check   lint, format, types, imports
-# make test  runs the tests                       make test-long  runs the rest: more whole runs, about as long again
-#                                                 make clean   removes what these made
+# make run       trains the quickstart's model    make check      lint, format, types, imports
+# make run-vllm  the same with vLLM               make test-long  runs the rest: more whole runs, about as long again
+# make test      runs the tests; those of vLLM once `make vllm` has installed it
+#                                                 make clean      removes what these made
 #
 # Everything goes into .venv, runs/ and models/. Variables: PYTHON (3.11 or newer), TORCH (what pip installs first; pip's own
 # options may follow), ARGS (appended to the controller's or pytest's command line), JOBS (tests run at the same time).
@@ -12,14 +13,17 @@ JOBS ?= 2
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+VLLM := .venv/.vllm
 MODEL := models/quickstart/warm_start.json
 
 # The models of the quickstart and the tests are tiny: more threads cost more than they bring.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install model run test test-long check clean
+.PHONY: install vllm model run run-vllm test test-long check clean
 
 install: $(INSTALLED)
+
+vllm: $(VLLM)
 
 # torch comes first so that the dependencies find it: its build (CPU, or a CUDA version) is then yours to choose.
 $(INSTALLED): pyproject.toml
@@ -29,6 +33,10 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev,envs]'
 	@touch $@
 
+$(VLLM): tools/install_vllm.py $(INSTALLED)
+	$(BIN)/python tools/install_vllm.py
+	@touch $@
+
 model: $(MODEL)
 
 $(MODEL): | $(INSTALLED)
@@ -36,6 +44,9 @@ $(MODEL): | $(INSTALLED)
 
 run: $(INSTALLED) $(MODEL)
 	$(BIN)/python -m controller --config examples/quickstart.yaml --resume never $(ARGS)
+
+run-vllm: $(VLLM) $(MODEL)
+	$(BIN)/python -m controller --config examples/quickstart_vllm.yaml --resume never $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m 'not long' $(ARGS)

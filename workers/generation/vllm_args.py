@@ -90,6 +90,8 @@ def engine_arguments(
         defaults["enforce_eager"] = True
         # vLLM's own 128 wastes half of the cache on conversations of a few hundred tokens.
         defaults["block_size"] = 32
+        # A request with a seed, its prompt computed in pieces, ends vLLM 0.32's core: "CPU Generator does not use offset".
+        defaults["enable_chunked_prefill"] = False
         if gpus_per_engine(arguments) == 1:
             # As a class: "uni" is turned into "mp" on a CPU, which costs a second process and its imports.
             defaults["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -14,7 +14,8 @@ from workers.host import StartupError
 def prepare_process(*, on_cpu: bool, gpus: tuple[int, ...]) -> None:
     """Set what vLLM reads from the environment, before it is imported. What the user has set stays."""
     values = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        # On a CPU it warns of much that is done here on purpose.
+        "VLLM_LOGGING_LEVEL": "ERROR" if on_cpu else "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # Outputs handled in one turn of the event loop.
