@@ -62,6 +62,7 @@ def execute(command: str, workspace: Path, *more: str) -> str:
 
 COMMANDS: dict[str, Callable[[str, Path], None]] = {
     "make run": in_ci,
+    "make run-vllm": in_ci,
     "make test": in_ci,
     "make check": in_ci,
     'make test ARGS="tests/workers/environments -k reverse"': expands_to(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
-import pytest
 
 from ledger.records import Sampling
 from workers.generation.api import EngineSpec
@@ -18,9 +16,6 @@ from workers.generation.stop_text import Decode
 from workers.generation.vllm_engine import VLLMEngine
 from workers.generation.vllm_process import prepare_process
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make vllm` installs it"
-)
 HEAD = {"head_dim": 32}
 """vLLM's attention on CPUs takes no smaller heads."""
 TOLERANCE = 5e-5

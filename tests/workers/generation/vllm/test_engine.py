@@ -11,8 +11,9 @@ import pytest
 
 from ledger.records import Sampling, WeightSpan
 from tests.models import tiny_tokenizer
+from tests.needs import needs_vllm
 from tests.workers.generation.helpers import load, worst_error
-from tests.workers.generation.vllm.engines import TOLERANCE, generate_all, needs_vllm, tokens_generated
+from tests.workers.generation.vllm.engines import TOLERANCE, generate_all, tokens_generated
 from workers.generation.engine import Generation
 from workers.generation.vllm_engine import VLLMEngine
 

@@ -14,8 +14,9 @@ import pytest
 
 from ledger.records import Sampling
 from tests.models import tiny_lm
+from tests.needs import needs_vllm
 from tests.workers.generation.helpers import load, worst_error
-from tests.workers.generation.vllm.engines import HEAD, TOLERANCE, needs_vllm, running_vllm, tokens_generated
+from tests.workers.generation.vllm.engines import HEAD, TOLERANCE, running_vllm, tokens_generated
 from workers.generation.engine import EngineDead, EngineRestarting
 from workers.generation.vllm_engine import VLLMEngine
 from workers.weights import save_weights

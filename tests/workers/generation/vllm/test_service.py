@@ -15,7 +15,8 @@ from dataplane.servers import start_servers
 from dataplane.spec import connect
 from ledger.records import CallRequest, Message, Sampling, WeightSpan
 from tests.models import tiny_lm
-from tests.workers.generation.vllm.engines import HEAD, needs_vllm
+from tests.needs import needs_vllm
+from tests.workers.generation.vllm.engines import HEAD
 from workers.generation import api
 from workers.generation.api import EngineSpec, GenerationSpec
 from workers.generation.engine import EngineStats

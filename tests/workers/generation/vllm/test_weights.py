@@ -12,15 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from ledger.records import Sampling, WeightSpan
 from tests.models import tiny_lm, tiny_model
+from tests.needs import needs_vllm
 from tests.workers.generation.helpers import load, reference_logprobs, worst_error
-from tests.workers.generation.vllm.engines import (
-    HEAD,
-    TOLERANCE,
-    generate_all,
-    needs_vllm,
-    running_vllm,
-    tokens_generated,
-)
+from tests.workers.generation.vllm.engines import HEAD, TOLERANCE, generate_all, running_vllm, tokens_generated
 from workers.generation import vllm_worker
 from workers.generation.engine import Generation
 from workers.generation.vllm_engine import VLLMEngine
