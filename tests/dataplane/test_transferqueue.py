@@ -88,6 +88,19 @@ async def test_a_put_that_the_controller_did_not_hear_of_fails_and_is_taken_back
     assert await values(plane, partition, ["a"]) == [2]
 
 
+async def test_a_plane_counts_and_times_what_it_does(plane: TransferQueuePlane, partition: str) -> None:
+    plane.take_metrics()
+    await plane.put(partition, {"a": row(1)})
+    for _ in range(2):
+        await values(plane, partition, ["a"])
+    await plane.clear(partition, ["a"])
+    metrics = plane.take_metrics()
+    calls = {name: int(metrics[f"{name}_calls"]) for name in ("put", "get", "clear", "encode", "decode")}
+    assert calls == {"put": 1, "get": 2, "clear": 1, "encode": 1, "decode": 2}
+    assert 0 < metrics["decode_s"] < metrics["get_s"] <= 2 * metrics["get_max_s"]
+    assert plane.take_metrics() == {"retries": 0, "unsettled": 0, "owed": 0}
+
+
 async def test_planes_of_one_process_are_independent(spec: PlaneSpec, partition: str) -> None:
     first, second = await connect(spec), await connect(spec)
     await first.put(partition, {"a": row(1)})
