@@ -6,11 +6,16 @@ them. Mooncake's calls block, with a frozen master for 30 s: each one is made in
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 import anyio
 import anyio.to_thread
@@ -31,6 +36,9 @@ LOCAL_BUFFER_BYTES = 16 * 2**20
 MAX_THREADS = 16
 """Calls of one client at the same time, those included whose callers have left."""
 GREETING_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 3.0
+EXIT_TIMEOUT_S = 10.0
+"""For calls that are under way when the client is closed, and when the process ends."""
 
 DONE, NO_SPACE, NOT_FOUND, NOT_READY = 0, -200, -704, -707
 NO_ANSWER = (-800, -900, -901)
@@ -43,8 +51,11 @@ class MooncakeStore(QueueStore):
     def __init__(self, client: Any, objects: Any) -> None:
         super().__init__(client)
         self._objects = objects
-        """Mooncake's own client."""
+        """Mooncake's own client. It must not be closed while a call is in it: that ends the process with SIGSEGV."""
         self._limiter = anyio.CapacityLimiter(MAX_THREADS)
+        self._idle = threading.Condition()
+        self._calls = 0
+        self._closed = False
 
     @classmethod
     async def connect(cls, spec: PlaneSpec) -> MooncakeStore:
@@ -115,23 +126,56 @@ class MooncakeStore(QueueStore):
         await self._client._clear_meta_in_controller(meta)
 
     def close(self) -> None:
-        self._objects.close()
+        with self._idle:
+            self._closed = True
+            idle = self._idle.wait_for(lambda: not self._calls, CLOSE_TIMEOUT_S)
+        if idle:
+            self._objects.close()
+        else:  # the last call does it, when its server has answered or is gone
+            atexit.register(self._end_at_exit)
         super().close()
+
+    def _end_at_exit(self) -> None:
+        """A process that ends while a call is in Mooncake's client dies of SIGABRT: better late, or with a plain error."""
+        with self._idle:
+            if self._idle.wait_for(lambda: not self._calls, EXIT_TIMEOUT_S):
+                return
+        os.write(2, b"Mooncake's servers do not answer: this process ends without closing its client\n")
+        os._exit(1)
 
     async def _greet(self, server: ServerAddress) -> None:
         """Write, read and remove an object on this server."""
         config = software.mooncake_store().ReplicateConfig()
         config.preferred_segment = server.id
-        name, value = f"greeting to {server.id}", torch.arange(2)
-        await self._blocking(self._put, [name], value, [0, 2], config)
-        codes = await self._blocking(self._get, [name], torch.empty_like(value), [0, 2])
-        await self._blocking(self._objects.batch_remove, [name], True)
+        name, value = f"greeting to {server.id} {uuid4().hex}", torch.arange(2)
+        try:
+            with anyio.fail_after(GREETING_TIMEOUT_S):
+                await self._blocking(self._put, [name], value, [0, 2], config)
+                codes = await self._blocking(self._get, [name], torch.empty_like(value), [0, 2])
+                await self._blocking(self._objects.batch_remove, [name], True)
+        except TimeoutError as error:
+            raise DataPlaneDown(f"no answer from {server}") from error
         if codes != [value.nbytes]:
             raise DataPlaneDown(f"no answer from {server}: Mooncake's code is {codes[0]}")
 
     async def _blocking(self, function: Callable[..., T], *arguments: Any) -> T:
         # When the caller leaves, the thread goes on with the arrays that it holds.
-        return await anyio.to_thread.run_sync(function, *arguments, abandon_on_cancel=True, limiter=self._limiter)
+        call = partial(self._call, function, *arguments)
+        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        with self._idle:
+            if self._closed:
+                raise DataPlaneDown("this plane was closed")
+            self._calls += 1
+        try:
+            return function(*arguments)
+        finally:
+            with self._idle:
+                if self._closed and self._calls == 1:
+                    self._objects.close()
+                self._calls -= 1
+                self._idle.notify_all()
 
     def _put(self, names: list[str], values: torch.Tensor, bounds: list[int], config: Any = None) -> list[int]:
         options = {} if config is None else {"config": config}
