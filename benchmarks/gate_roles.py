@@ -17,12 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 
 ROLLOUTS = 4096
-ANSWER = "The answer is 84."
-TOKENS = 4
-"""Generated, in each call; the prompt's are as many again."""
 WARM_UP_S = 1.0
 
 
@@ -46,58 +42,13 @@ def answer_with_cpu_time() -> None:
 
 
 async def engine(path: str) -> None:
-    from ledger.digests import call_digest, call_extras, chain_hash, cumulative_hash, extras_digest
-    from ledger.ids import staging_key
-    from ledger.records import CallCoords, CallReply, CallRequest, Message, WeightSpan
+    from benchmarks.constant_tokens import answer
+    from ledger.records import CallReply, CallRequest
     from workers.generation.api import GENERATE
     from workers.rpc.server import RpcServer
 
-    tokens = np.arange(2 * TOKENS, dtype=np.int64)
-    mask = np.repeat([0, 1], TOKENS).astype(np.uint8)
-    logprobs = np.where(mask, -0.5, 0).astype(np.float32)
-    spans = (WeightSpan(0, 0, TOKENS),)
-    extras = extras_digest(call_extras(spans, "stop"))
-
     async def generate(request: CallRequest) -> CallReply:
-        parent = request.parent
-        prev_len = 0 if parent is None else parent.cum_len
-        parent_call_id = None if parent is None else parent.call_id
-        chain = chain_hash(None if parent is None else parent.chain_hash, tokens)
-        # Of a prefix that stands for the one that a real engine keeps in its cache.
-        cumulative = cumulative_hash(np.concatenate([np.zeros(prev_len, np.int64), tokens]))
-        digest = call_digest(
-            rollout_id=request.rollout_id,
-            call_id=request.call_id,
-            parent_call_id=parent_call_id,
-            prev_len=prev_len,
-            weight_version=0,
-            token_ids=tokens,
-            token_mask=mask,
-            logprobs=logprobs,
-            extras_digest=extras,
-            chain_hash=chain,
-            cumulative_hash=cumulative,
-        )
-        coords = CallCoords(
-            call_id=request.call_id,
-            parent_call_id=parent_call_id,
-            staging_key=staging_key(request.call_id, digest),
-            prev_len=prev_len,
-            carry_len=TOKENS,
-            delta_len=2 * TOKENS,
-            weight_spans=spans,
-            digest=digest,
-            extras_digest=extras,
-            chain_hash=chain,
-            cumulative_hash=cumulative,
-        )
-        return CallReply(
-            coords=coords,
-            message=Message(role="assistant", content=ANSWER),
-            finish_reason="stop",
-            prompt_tokens=prev_len + TOKENS,
-            completion_tokens=TOKENS,
-        )
+        return answer(request)
 
     server = RpcServer("engine")
     server.register(GENERATE, generate)
@@ -116,6 +67,7 @@ def ignore(rollout_id: str, start_s: float, end_s: float) -> None:
 async def gate(engine_path: str, folder: str) -> None:
     from controller.controller import SWITCH_INTERVAL_S
     from controller.generation_pool import GenerationPool
+    from controller.member import Member
     from ledger.gate import Gate
     from ledger.http.sampling import SamplingRules
     from ledger.http.server import GateServer, listen
@@ -133,7 +85,7 @@ async def gate(engine_path: str, folder: str) -> None:
         for rollout_id in rollouts:
             tasks.start_soon(ledger.open, rollout_id, "g")
     client = RpcClient(f"unix:{engine_path}", "token", name="engine")
-    pool = GenerationPool([client], call_timeout_s=60, on_call=ignore)
+    pool = GenerationPool([Member.serving(client)], call_timeout_s=60, on_call=ignore)
     listener = listen("127.0.0.1", 0)
     port: int = listener.getsockname()[1]
     server = GateServer(
@@ -193,6 +145,9 @@ class Requests:
     """Bodies as agents send them, with the headers of the official client: a question, then a second one on its answer."""
 
     def __init__(self, target: Any) -> None:
+        from benchmarks.constant_tokens import ANSWER
+
+        self._answer = ANSWER
         self._keys: list[tuple[str, str]] = list(target["keys"].items())
         self._made = 0
 
@@ -203,7 +158,7 @@ class Requests:
             {"role": "system", "content": "You are a careful assistant. Answer in one sentence."},
             {"role": "user", "content": f"What is {n} times 7? Explain how you got there."},
         ]
-        second = [*first, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "Are you sure?"}]
+        second = [*first, {"role": "assistant", "content": self._answer}, {"role": "user", "content": "Are you sure?"}]
         return self._post(rollout_id, key, first), self._post(rollout_id, key, second)
 
     def _post(self, rollout_id: str, key: str, messages: list[Any]) -> bytes:

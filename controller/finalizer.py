@@ -158,7 +158,10 @@ class FinalizerGroup:
                 reason = Reason.NO_VALID_ROLLOUT if failed is None else failed[1].reason
                 await self._ledger.dropped(request.group_id, reason=reason)
             with self._phase("clear"):
-                await self._cleaner.clear(receipts)
+                lost = [receipt for rollout in request.rollouts for receipt in rollout.lost]
+                await self._cleaner.clear(
+                    [*receipts, *lost], [rollout.rollout_id for rollout in request.rollouts if rollout.attempts_lost]
+                )
             if self._dropped_in_a_row >= self._max_dropped_in_a_row:
                 last = next(v for v in reversed(verdicts.values()) if isinstance(v, Rejection))
                 raise NothingTrainable(self._dropped_in_a_row, self.rejections, last)

@@ -33,9 +33,13 @@ def first_error(error: BaseException) -> BaseException:
 
 def lost_connection(error: BaseException) -> bool:
     """Whether the error is, or was caused by, a process that no longer answers: its death may be known in a moment."""
-    return any(
-        isinstance(cause, WorkerUnreachable | DataPlaneDown) for leaf in leaves(error) for cause in _causes(leaf)
-    )
+    return any(isinstance(cause, WorkerUnreachable | DataPlaneDown) for cause in explanations(error))
+
+
+def explanations(error: BaseException) -> Iterator[BaseException]:
+    """The errors of a group, or the error itself, each with what it was raised from."""
+    for leaf in leaves(error):
+        yield from _causes(leaf)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -16,7 +16,7 @@ import anyio
 from controller.config.figures import weights_folder
 from controller.config.schema import Config
 from controller.deaths import Deaths
-from controller.fleet import Fleet, open_fleet
+from controller.fleet import Fleet, ReplaceableWorker, open_fleet
 from controller.open_plane import open_plane
 from controller.specs import generation_spec, training_spec
 from controller.threads import in_thread
@@ -42,7 +42,7 @@ class Machinery:
     fleet: Fleet
     deaths: Deaths
     trainer: RpcClient
-    engines: tuple[RpcClient, ...]
+    generation: tuple[ReplaceableWorker, ...]
     max_model_len: int
     """Longest conversation that every engine can hold, in tokens."""
     vocab_size: int
@@ -80,37 +80,38 @@ async def start_machinery(
         fleet = await stack.enter_async_context(open_fleet(config.workers, deaths, on_line))
         names = [f"generation-{i}" for i in range(config.generation.workers)]
         phase(f"starting workers: training, {', '.join(names)}")
-        started: dict[str, WorkerProcess] = {}
+        trainers: list[WorkerProcess] = []
+        generation: dict[str, ReplaceableWorker] = {}
         planes: list[DataPlane] = []
 
         async def attach(spec: PlaneSpec) -> None:
             planes.append(await connect(spec))
 
-        async def start(module: str, name: str) -> None:
-            spec = (
-                training_spec(config, servers.spec, weights_dir)
-                if module == "workers.training"
-                else generation_spec(config, servers.spec, names.index(name))
-            )
-            started[name] = await fleet.start(module, name=name, spec=spec)
+        async def start_trainer() -> None:
+            spec = training_spec(config, servers.spec, weights_dir)
+            trainers.append(await fleet.start("workers.training", name="training", spec=spec))
+
+        async def start_engine(name: str) -> None:
+            spec = generation_spec(config, servers.spec, names.index(name))
+            generation[name] = await fleet.start_replaceable("workers.generation", name=name, spec=spec)
 
         try:
             async with anyio.create_task_group() as tg:
                 tg.start_soon(attach, servers.spec)
-                tg.start_soon(start, "workers.training", "training")
+                tg.start_soon(start_trainer)
                 for name in names:
-                    tg.start_soon(start, "workers.generation", name)
+                    tg.start_soon(start_engine, name)
         finally:
             for plane in planes:
                 stack.push_async_callback(_close, plane)
-        engines = tuple(started[name].client for name in names)
-        engine = await _engine(config, engines)
+        workers = tuple(generation[name] for name in names)
+        engine = await _engine(config, tuple(worker.client for worker in workers))
         yield Machinery(
             plane=planes[0],
             fleet=fleet,
             deaths=deaths,
-            trainer=started["training"].client,
-            engines=engines,
+            trainer=trainers[0].client,
+            generation=workers,
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
         )

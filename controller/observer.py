@@ -69,6 +69,10 @@ class Observer:
         """A model call, on `time.monotonic()`'s clock."""
         self._trace.complete(rollout_id, "generate", start_s, end_s, "rollouts")
 
+    def worker_state(self, worker: str, state: str, start_s: float, end_s: float) -> None:
+        """A generation worker was in another state than serving."""
+        self._trace.complete(worker, state, start_s, end_s, worker)
+
     def phase(self, name: str, step: int, start_s: float, end_s: float) -> None:
         """A phase of an optimizer step."""
         track = "weight_sync" if name == "weight_sync" else "train"

@@ -1,23 +1,32 @@
 """Plays one rollout: the environment talks to the model through the gate, within a deadline, and says what it was worth.
 
+One that machinery lost is played again, under another id: nothing of the lost one, which is aborted, can get into it.
+
 Invariant: what was played has a finite reward; whatever else an environment does ends the run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import suppress
 from numbers import Real
 
 import anyio
+from msgspec.structs import replace
 
+from controller.config.schema import FailuresConfig
 from controller.context import InLoopContext
+from controller.first_error import explanations
 from controller.foreign import await_foreign
+from controller.generation_pool import CallTrouble
 from controller.records import PlayedRollout, PromptGroup
-from ledger.errors import RolloutClosed
+from controller.redispatch import RedispatchBudget
+from ledger.errors import CallFailedError, RolloutClosed
 from ledger.ledger import Ledger
 from ledger.reasons import Reason
+from ledger.receipts import Receipt
 from workers.environments.base import Environment, RolloutResult, Tokens
 
 
@@ -26,7 +35,8 @@ class RolloutError(Exception):
 
 
 class Player:
-    """With `echo` the environment returns each rollout's tokens. `forget` hears of each rollout that makes no more calls."""
+    """With `echo` the environment returns each rollout's tokens. `trouble` tells what went wrong with a rollout's calls
+    through no fault of its own; `forget` hears of each rollout that makes no more calls."""
 
     def __init__(
         self,
@@ -36,27 +46,55 @@ class Player:
         make_context: Callable[[str], InLoopContext],
         forget: Callable[[str], None],
         timeout_s: float,
+        trouble: Callable[[str], CallTrouble] = lambda _: CallTrouble(),
+        budget: RedispatchBudget | None = None,
         echo: bool = False,
     ) -> None:
         self._environment = environment
         self._ledger = ledger
         self._make_context = make_context
+        self._trouble = trouble
         self._forget = forget
+        self._budget = budget or RedispatchBudget(FailuresConfig())
         self._timeout_s = timeout_s
         self._echo = echo
         self.playing = 0
         """Rollouts being played."""
 
     async def play(self, group: PromptGroup, rollout_id: str) -> PlayedRollout:
-        """Open a rollout of `group`, which is dispatched, and play it. Raises RolloutError, and the ledger's errors.
+        """Open a rollout of `group`, which is dispatched, and play it. Raises RolloutError, MachineryFails, and the ledger's
+        errors.
 
-        A cancellation leaves it open.
+        The rollout that was played in the end may be another one, dispatched in place of this one. A cancellation leaves it
+        open.
         """
         self.playing += 1
+        lost: list[Receipt] = []
+        name = rollout_id
         try:
-            return await self._play(group, rollout_id)
+            for attempt in itertools.count(1):
+                played, why = await self._play_once(group, name)
+                if not why:
+                    self._budget.played()
+                elif self._budget.lose(name, attempt, why):
+                    lost.append(await self._ledger.abort(name, f"lost: {why}"))
+                    again = f"{rollout_id}r{attempt}"
+                    await self._ledger.replaced(group.group_id, name, again)
+                    name = again
+                    continue
+                return replace(played, lost=tuple(lost))
         finally:
             self.playing -= 1
+        raise AssertionError("the loop ends by returning")
+
+    async def _play_once(self, group: PromptGroup, rollout_id: str) -> tuple[PlayedRollout, str]:
+        """The rollout, and why it was lost to machinery, if it was."""
+        try:
+            played = await self._play(group, rollout_id)
+            trouble = self._trouble(rollout_id)
+            ended_badly = trouble.lost and (played.failure is not None or self._call_failed(rollout_id))
+            return replace(played, attempts_lost=trouble.attempts_lost), trouble.lost if ended_badly else ""
+        finally:
             self._forget(rollout_id)
 
     async def _play(self, group: PromptGroup, rollout_id: str) -> PlayedRollout:
@@ -70,7 +108,12 @@ class Player:
                     self._rollout(context, group), f"rollout {rollout_id}", on_cancel=context.close
                 )
             except Exception as e:
-                raise RolloutError(self._place(group, rollout_id) + f"rollout() raised {type(e).__name__}: {e}") from e
+                if not any(isinstance(cause, CallFailedError) for cause in explanations(e)):
+                    raise RolloutError(
+                        self._place(group, rollout_id) + f"rollout() raised {type(e).__name__}: {e}"
+                    ) from e
+                result = RolloutResult(reward=0.0)
+                failure = None if self._call_failed(rollout_id) else Reason.CALL_FAILED
         if deadline.cancelled_caught:
             failure, result = Reason.ROLLOUT_TIMEOUT, RolloutResult(reward=0.0)
         result = self._checked(group, rollout_id, result)
@@ -91,6 +134,10 @@ class Player:
 
     async def _rollout(self, context: InLoopContext, group: PromptGroup) -> object:
         return await self._environment.rollout(context, group.prompt)
+
+    def _call_failed(self, rollout_id: str) -> bool:
+        """Whether the record says that a call failed where the rollout may have been meant to end."""
+        return any(r.reason is Reason.CALL_FAILED for r in self._ledger.receipt(rollout_id).rejections)
 
     def _checked(self, group: PromptGroup, rollout_id: str, result: object) -> RolloutResult:
         place = self._place(group, rollout_id)

@@ -8,6 +8,7 @@ from statistics import fmean
 from msgspec import Struct
 
 from ledger.reasons import Reason
+from ledger.receipts import Receipt
 from workers.environments.base import Prompt, Tokens
 
 
@@ -21,6 +22,10 @@ class PlayedRollout(Struct, frozen=True, kw_only=True):
     """Set when the rollout did not end by itself; it then becomes a placeholder."""
     tokens: Tokens | None = None
     """What the environment returned, when token capture is off."""
+    attempts_lost: bool = False
+    """Attempts of its calls were given up, and may have staged rows that no call names."""
+    lost: tuple[Receipt, ...] = ()
+    """The rollouts that it was played in place of, which are aborted."""
 
 
 class SampleRow(Struct, frozen=True, kw_only=True):

@@ -19,13 +19,16 @@ from controller.context import InLoopContext
 from controller.echo import Limits as EchoLimits
 from controller.evaluation import Evaluator, is_held_out
 from controller.finalizer import FinalizerGroup
+from controller.fleet_monitor import FleetMonitor, member_of
 from controller.gateway import Listener
 from controller.generation_pool import GenerationPool
 from controller.machinery import Machinery
+from controller.member import WorkerState
 from controller.observer import Observer
 from controller.player import Player
 from controller.prompts import PromptSource
 from controller.records import FinalizationRequest, TrainSample
+from controller.redispatch import RedispatchBudget
 from controller.reporting.frame import ProgressSnapshot
 from controller.reporting.step_report import StepReport
 from controller.reporting.summary import Accounts
@@ -85,8 +88,20 @@ class Run:
         self.ledger = ledger
         self.activities = Activities()
         self.pool = GenerationPool(
-            machinery.engines, call_timeout_s=config.rollout.call_timeout_s, on_call=observer.call
+            [member_of(worker, config.fleet) for worker in machinery.generation],
+            call_timeout_s=config.rollout.call_timeout_s,
+            on_call=observer.call,
+            failures=config.failures,
         )
+        self.fleet = FleetMonitor(
+            self.pool,
+            {worker.name: worker for worker in machinery.generation},
+            config=config.fleet,
+            load_timeout_s=config.weight_sync.timeout_s,
+            activities=self.activities,
+            on_state=observer.worker_state,
+        )
+        self.redispatch = RedispatchBudget(config.failures)
         self._gate = Gate(
             self.ledger,
             self.pool.generate,
@@ -196,6 +211,7 @@ class Run:
         self._step_ended = time.monotonic()
         async with anyio.create_task_group() as tg:
             await tg.start(self.gate_server.serve, self._listener.socket)
+            tg.start_soon(self.fleet.run)
             tg.start_soon(self._rollouts.run)
             tg.start_soon(self.finalizers.run)
             tg.start_soon(watchdog.run)
@@ -306,7 +322,9 @@ class Run:
             environment=environment,
             ledger=self.ledger,
             make_context=context,
+            trouble=self.pool.trouble,
             forget=self._forget,
+            budget=self.redispatch,
             timeout_s=self._config.rollout.timeout_s,
             echo=not self._config.token_capture.enabled,
         )
@@ -334,10 +352,24 @@ class Run:
             buffer=self.buffer,
             data_plane={**self.finalizers.take_timings(), **self._machinery.plane.take_metrics()},
             custody=self.finalizers.take_counts(),
+            fleet=self._fleet_metrics(),
         )
         self._step_ended = now
         self._last_report = report
         self._observer.step(report)
+
+    def _fleet_metrics(self) -> dict[str, float]:
+        """How the generation workers are, and what was tried again since the run began."""
+        members = self.pool.members
+        return {
+            "serving": sum(m.state is WorkerState.SERVING for m in members),
+            "calls_waiting": self.pool.waiting,
+            "call_limit": sum(m.limit.now for m in members if m.state is WorkerState.SERVING),
+            **{name: self.fleet.counts[name] for name in ("quarantined", "restarted", "retired")},
+            **{name: self.pool.counts[name] for name in ("calls_retried", "calls_lost")},
+            "rollouts_lost": self.redispatch.lost,
+            "rollouts_played_again": self.redispatch.again,
+        }
 
     async def _after_step(self) -> None:
         assert self._last_report is not None

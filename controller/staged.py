@@ -106,9 +106,9 @@ def _delta(row: dict[str, Column]) -> TokenDelta:
 
 
 class StagedCleaner:
-    """Clears a group's staged rows: those of its calls, on a chain or not, and what calls without an answer left behind.
+    """Clears a group's staged rows: those of its calls, on a chain or not, and what attempts without an answer left behind.
 
-    A call that was given up may stage its row later still, so its rollout is looked at again after `late_after_s`.
+    An attempt that was given up may stage its row later still, so its rollout is looked at again after `late_after_s`.
     """
 
     def __init__(
@@ -126,10 +126,13 @@ class StagedCleaner:
         self._late: deque[tuple[float, str]] = deque()
         self._uncleared: set[str] = set()
 
-    async def clear(self, receipts: Sequence[Receipt]) -> None:
-        """What cannot be cleared within the plane's deadline is tried again with the next group. Raises DataPlaneDown."""
+    async def clear(self, receipts: Sequence[Receipt], attempts_lost: Iterable[str] = ()) -> None:
+        """What cannot be cleared within the plane's deadline is tried again with the next group. Raises DataPlaneDown.
+
+        `attempts_lost`: rollouts whose calls were answered in a second attempt or a later one.
+        """
         now = self._clock()
-        unanswered = {receipt.rollout_id for receipt in receipts if receipt.orphans}
+        unanswered = {receipt.rollout_id for receipt in receipts if receipt.orphans} | set(attempts_lost)
         looked_at_again: set[str] = set()
         while self._late and self._late[0][0] <= now:
             looked_at_again.add(self._late.popleft()[1])

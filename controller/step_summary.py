@@ -25,6 +25,7 @@ def summarise(
     data_plane: Mapping[str, float],
     custody: Mapping[str, int] | None = None,
     loop: Mapping[str, float] | None = None,
+    fleet: Mapping[str, float] | None = None,
 ) -> StepReport:
     """`seconds`: wall time since the previous step ended. `counts`: rollouts so far by end.
 
@@ -64,6 +65,7 @@ def summarise(
         environment=metric_means(samples),
         data_plane=dict(data_plane),
         custody={name: float(count) for name, count in (custody or {}).items()},
+        fleet=dict(fleet or {}),
         loop=dict(loop or {}),
         rows=sum(len(s.rows) for s in trained),
         unproven=sum(not s.proven for s in trained),

@@ -1,6 +1,10 @@
-"""Weight sync: trainer publishes a version, every engine loads it, and only then is it called served.
+"""Weight sync, in two phases: the trainer publishes a version and the engines load it; only then is it called served.
 
-Dispatch is held meanwhile; generation in flight goes on and changes version between two tokens.
+An engine that fails or is late is taken out, and the version advances for the rest: what comes back later has to acknowledge
+it first, so nothing is stamped with a version that was not loaded. Dispatch is held meanwhile; generation in flight goes on
+and changes version between two tokens.
+
+Invariant: the file of the version that is served exists, for workers and engines that are restarted.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import anyio
 import anyio.to_thread
 
 from controller.generation_pool import GenerationPool
+from controller.member import Weights
 from controller.run_state import RunState
 from controller.waiting import ENGINES, SYNC, TRAINER, Activities
 from workers.rpc.client import RpcClient
@@ -33,24 +38,27 @@ class WeightSync:
         self._state = state
         self._activities = activities
         self._timeout_s = timeout_s
+        self._kept: Path | None = None
         self.last_seconds: float | None = None
 
     async def sync(self, version: int) -> None:
-        """Bring every engine to `version`, the trainer's present weights. Raises the RPC's errors.
+        """Bring the engines to `version`, the trainer's present weights. Raises the RPC's errors where the trainer fails, or
+        when all engines refuse the file; `state.version` has then not moved.
 
-        Cancelled in the middle, some engines may serve the new version already; `state.version` has then not moved, and
-        the tokens themselves carry the version that they were sampled under.
+        Cancelled in the middle, some engines may serve the new version already; `state.version` has not moved, and the
+        tokens themselves carry the version that they were sampled under.
         """
         start = time.monotonic()
         with self._activities.doing(SYNC, f"publishing version {version}", on=TRAINER), self._state.hold_dispatch():
             published: Published = await self._trainer.call(
                 PUBLISH_WEIGHTS, Publish(version=version), timeout=self._timeout_s
             )
-            try:
-                with self._activities.doing(SYNC, f"loading version {version} into the engines", on=ENGINES):
-                    await self._pool.load_weights(published.path, version, timeout=self._timeout_s)
-                self._state.serve(version)
-            finally:
+            weights = Weights(version, Path(published.path))
+            with self._activities.doing(SYNC, f"loading version {version} into the engines", on=ENGINES):
+                await self._pool.load_weights(weights, timeout=self._timeout_s)
+            self._state.serve(version)
+            before, self._kept = self._kept, weights.path
+            if before is not None and before != weights.path:
                 with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(lambda: Path(published.path).unlink(missing_ok=True))
+                    await anyio.to_thread.run_sync(lambda: before.unlink(missing_ok=True))
         self.last_seconds = time.monotonic() - start

@@ -83,6 +83,8 @@ class ParentCoords(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class CallRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rollout_id: str
     call_id: str
+    attempt: int = 0
+    """How many attempts of this call were given up before; whatever they staged has no answer and is never committed."""
     messages: tuple[Message, ...]
     sampling: Sampling
     tools: tuple[dict[str, Any], ...] = ()

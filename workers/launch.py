@@ -86,6 +86,10 @@ class WorkerProcess:
         """The last lines it printed."""
         return self._child.tail
 
+    def kill(self) -> None:
+        """End it at once, with all that it started, whatever it is doing. It is gone when `wait` returns."""
+        self._child.kill()
+
     async def wait(self) -> int:
         """Return the exit status (as in subprocess) once the process has exited."""
         return await self._child.wait()

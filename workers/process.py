@@ -76,6 +76,10 @@ class ChildProcess:
         with anyio.move_on_after(_DUMP_S):
             await self._exited.wait()
 
+    def kill(self) -> None:
+        """SIGKILL to the whole group, which ends a stopped process too."""
+        self._kill_group()
+
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then after `grace_s` SIGKILL to the whole group."""
         self._signal(signal.SIGTERM)

@@ -47,6 +47,7 @@ def check_config(config: Config) -> Findings:
         *_evaluation(config),
         *_deadlines(config),
         *_loop(config),
+        *_fleet(config),
         *_gate(config),
         *plane(config, model),
         *folders(config, model),
@@ -285,6 +286,41 @@ def _deadlines(config: Config) -> Iterator[Problem]:
             path="watchdog.stall_after_s",
             what=f"{stall:g} <= {waits[longest]:g}: a run that is slow, yet within its deadlines, may be ended as stalled",
             allowed=f"> {longest}, so that a deadline passes first and names what it waited for",
+            warning=True,
+        )
+
+
+def _fleet(config: Config) -> Iterator[Problem]:
+    fleet, workers = config.fleet, config.generation.workers
+    if fleet.min_serving > workers:
+        yield Problem(
+            path="fleet.min_serving",
+            what=f"{fleet.min_serving} > generation.workers {workers}: the run would end before it begins",
+            allowed=f"<= {workers}",
+            remedy=f"set fleet.min_serving: {workers}, or raise generation.workers",
+        )
+    failures, call = config.failures, config.rollout.call_timeout_s
+    pauses = sum(min(failures.backoff_s * 2**i, failures.max_backoff_s) for i in range(failures.call_attempts - 1))
+    if pauses >= call:
+        yield Problem(
+            path="failures.call_attempts",
+            what=f"{failures.call_attempts}: the pauses between the attempts take {pauses:g} s >= {call:g}",
+            allowed="so many that the pauses fit into rollout.call_timeout_s",
+            remedy="lower it, or failures.max_backoff_s",
+        )
+    restarted = fleet.restart_after_s + config.workers.start_timeout_s
+    if call <= fleet.stalled_after_s:
+        yield Problem(
+            path="fleet.stalled_after_s",
+            what=f"{fleet.stalled_after_s:g} >= rollout.call_timeout_s {call:g}: calls end before a wedged engine shows",
+            allowed="< rollout.call_timeout_s, so that its calls can be made elsewhere",
+            warning=True,
+        )
+    elif workers == 1 and call <= restarted:
+        yield Problem(
+            path="rollout.call_timeout_s",
+            what=f"{call:g} <= {restarted:g}: the only generation worker may take longer to be restarted",
+            allowed="> fleet.restart_after_s + workers.start_timeout_s, so that calls outlast it",
             warning=True,
         )
 

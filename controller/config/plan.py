@@ -133,6 +133,13 @@ def _deadlines(config: Config) -> Iterator[Row]:
     yield "data plane", f"{config.dataplane.timeout_s:g} s for each put, get, clear"
     yield "weight sync", f"{config.weight_sync.timeout_s:g} s"
     yield "worker start, stop", f"{config.workers.start_timeout_s:g} s, {config.workers.stop_timeout_s:g} s"
+    fleet = config.fleet
+    yield (
+        "generation worker",
+        f"quarantined after {_count(fleet.missed_probes, 'missed probe')} of {fleet.probe_timeout_s:g} s, or "
+        f"{fleet.stalled_after_s:g} s without a token; restarted after {fleet.restart_after_s:g} s, "
+        f"{_count(fleet.max_restarts, 'time')} at most",
+    )
     loop = config.loop
     end = "never ended" if loop.exit_after_s is None else f"ended with exit code 4 after {loop.exit_after_s:g} s"
     yield "event loop", f"blocked for {loop.report_over_ms:g} ms: reported; {end}"
@@ -149,7 +156,10 @@ def _files(config: Config, model: ModelFacts) -> Iterator[Row]:
     )
     yield f"{run_dir / LEDGER}/", f"the record of every rollout, {synced}; up to {config.ledger.history_mb:,} MiB"
     yield f"{run_dir / 'checkpoints'}/", f"{when}, on an interrupt too; the last {keep} are kept"
-    yield f"{weights_folder(config)}/", f"one version of the weights, {weight_bytes(config.model, model) / 1e6:,.1f} MB"
+    yield (
+        f"{weights_folder(config)}/",
+        f"up to two versions of the weights, {weight_bytes(config.model, model) / 1e6:,.1f} MB each",
+    )
 
 
 def _values(config: Config) -> Iterator[Row]:

@@ -305,6 +305,52 @@ class WorkersConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """From asking a worker to stop to killing it."""
 
 
+class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How generation workers are watched, restarted and filled with calls; what the states mean is in docs/fleet.md."""
+
+    probe_every_s: Seconds = 2.0
+    """Between two questions to a worker; a call that fails asks at once."""
+    probe_timeout_s: Seconds = 5.0
+    """For the answer."""
+    missed_probes: PositiveInt = 2
+    """Probes in a row without an answer that quarantine a worker."""
+    failed_calls: PositiveInt = 8
+    """Calls in a row that fail on one worker, its probes answered, that quarantine it."""
+    stalled_after_s: Seconds = 60.0
+    """No token for so long, while requests are in the engine, quarantines a worker, and it is restarted at once."""
+    restart_after_s: Seconds = 60.0
+    """A worker that is quarantined for so long is restarted; until then it may come back by itself."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts of one worker within `restart_window_s`; one more, and it is retired."""
+    restart_window_s: Seconds = 3600.0
+    """Restarts before that are forgotten."""
+    min_serving: Count = 1
+    """With fewer workers that are not retired the run ends."""
+    max_calls: Count = 4096
+    """Model calls at one worker at the same time; more wait in the controller."""
+    adapt_calls: bool = True
+    """Lower that number when an engine preempts requests, fills its KV cache or queues more than it runs, and raise it again
+    bit by bit (AIMD)."""
+
+
+class FailuresConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is tried again when machinery fails, and how often; the classes of failures are in docs/fleet.md."""
+
+    call_attempts: PositiveInt = 4
+    """Attempts of one model call within its deadline, each on another worker where there is one. Waiting for a worker to
+    come back is no attempt."""
+    backoff_s: Seconds = 0.2
+    """Pause before the second attempt; each next one is twice as long."""
+    max_backoff_s: Seconds = 10.0
+    """The longest pause."""
+    rollout_attempts: PositiveInt = 3
+    """Times that a rollout is played whose calls were lost in spite of that; after the last one it is a placeholder."""
+    max_lost_in_a_row: PositiveInt = 1024
+    """Rollouts lost one after another, none played to its end between them, that end the run."""
+    max_lost: NonNegativeInt = 10000
+    """Rollouts of one run that are played again; later ones are placeholders at once."""
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     run: RunConfig
     model: ModelConfig
@@ -325,3 +371,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     loop: LoopConfig = field(default_factory=LoopConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    failures: FailuresConfig = field(default_factory=FailuresConfig)

@@ -130,12 +130,12 @@ def folders(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
             allowed="a folder that exists, seen by trainer and engines, or null",
         )
     elif model is not None:
-        needed, free = weight_bytes(config.model, model), shutil.disk_usage(weights).free
+        needed, free = 2 * weight_bytes(config.model, model), shutil.disk_usage(weights).free
         if free < needed:
             yield Problem(
                 path="weight_sync.dir",
-                what=f"{_gib(free)} free in {weights}, and one version of the weights takes {_gib(needed)}",
-                allowed="a folder with room for one version of the weights",
+                what=f"{_gib(free)} free in {weights}, and two versions of the weights take {_gib(needed)}",
+                allowed="a folder with room for the version that is served and the next one",
                 remedy="name another folder; in a container, give it more shared memory (--shm-size)",
             )
 

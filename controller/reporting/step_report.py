@@ -60,6 +60,9 @@ class StepReport(Struct, frozen=True, kw_only=True):
     custody: dict[str, float | None] = {}
     """What the finalizers counted since the previous step: rollouts verified, unproven and rejected (by reason too), reads
     of staged rows and those that failed, rows read, published and cleared, ..."""
+    fleet: dict[str, float | None] = {}
+    """Generation workers serving, calls that wait for one, calls that they may have; and, counted since the run's process
+    began, workers quarantined, restarted and retired, calls tried again and lost, rollouts lost and played again."""
     loop: dict[str, float | None] = {}
     """How late the event loop ran what was due, in ms, since the previous step; see `controller.sentinel.lag`."""
     rows: int | None = None
@@ -109,6 +112,7 @@ class StepReport(Struct, frozen=True, kw_only=True):
             "data_plane": self.data_plane,
             "custody": self.custody,
             "loop": self.loop,
+            "fleet": self.fleet,
         }
         for section, mapping in sections.items():
             numbers.update({f"{section}/{name}": value for name, value in mapping.items()})
@@ -124,7 +128,7 @@ _NUMBERS = (
     "completion_length_mean",
     "truncated_fraction",
 )
-_MAPPINGS = ("phases", "trainer", "agreement", "environment", "data_plane", "custody", "loop")
+_MAPPINGS = ("phases", "trainer", "agreement", "environment", "data_plane", "custody", "loop", "fleet")
 
 
 def _finite(value: Any, name: str, not_finite: list[str]) -> float | None:

@@ -20,6 +20,7 @@ from controller.context import InLoopContext
 from controller.evaluation import Evaluator
 from controller.finalizer import FinalizerGroup
 from controller.generation_pool import GenerationPool
+from controller.member import Member
 from controller.player import Player
 from controller.records import FinalizationRequest, PlayedRollout, PromptGroup, TrainSample
 from controller.reporting.evaluation_report import EvaluationReport
@@ -191,7 +192,9 @@ class House:
         self.plane = plane or MemoryPlane()
         self.engine = engine or ScriptedEngine(self.renderer._tokenizer, self.renderer.stop_token_ids)
         self.client = WorkerClient(Capture(self.engine, self.renderer, self.plane))
-        self.pool = GenerationPool([self.client], call_timeout_s=call_timeout_s, on_call=lambda *_: None)  # type: ignore[list-item]
+        self.pool = GenerationPool(
+            [Member.serving(self.client)], call_timeout_s=call_timeout_s, on_call=lambda *_: None
+        )  # type: ignore[arg-type]
         self.log = log or MemoryLog()
         self.ledger = Ledger(self.log, trajectory=trajectory)
         self.gate = Gate(

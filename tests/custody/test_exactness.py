@@ -245,7 +245,7 @@ async def test_another_workers_cache_makes_no_difference(tmp_path: Path):
         conversation.append(user(TEXTS[turn]))
         if turn % 2:
             other = House(tmp_path, renderer=house.renderer, plane=house.plane, engine=house.engine)
-            house.pool._members[0].client = other.client  # type: ignore[assignment]
+            house.pool.members[0].client = other.client  # type: ignore[assignment]
         reply = await house.chat("g.0", *conversation)
         conversation.append(reply.message)
         keys = await house.plane.keys(STAGING)

@@ -29,6 +29,8 @@ class Returns:
 class Context:
     terminal = None
 
+    def close(self) -> None: ...
+
 
 async def play(result: Any, *, echo: bool) -> tuple[Any, MemoryLog]:
     log = MemoryLog()

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataPlaneError, RowGone
+from dataplane.errors import DataPlaneError, RowExists, RowGone
 from dataplane.plane import DataPlane
 from dataplane.schema import STAGING
 from dataplane.sink import TokenDelta, TokenSink
@@ -79,7 +79,7 @@ class Capture:
             work, lambda: _prove(request, prefix, prompt[prefix.ids.size :], generation)
         )
         try:
-            await self._sink.stage(coords.staging_key, delta)
+            await self._stage(coords.staging_key, delta)
         except DataPlaneError as error:
             raise HandlerError("staging_failed", str(error), retryable=True) from error
         self._prefixes.put(coords.staging_key, whole)
@@ -91,6 +91,14 @@ class Capture:
             completion_tokens=len(generation.token_ids),
             logprobs=await self._renderer.plain.logprobs(generation) if request.logprobs else None,
         )
+
+    async def _stage(self, key: str, delta: TokenDelta) -> None:
+        try:
+            await self._sink.stage(key, delta)
+        except RowExists:
+            # An attempt of this call that was given up, and can no longer be answered, had sampled the same tokens.
+            await self._plane.clear(STAGING, [key])
+            await self._sink.stage(key, delta)
 
     async def _message(self, request: CallRequest, prompt: list[int], generation: Generation) -> Message:
         completion = generation.token_ids
@@ -130,7 +138,7 @@ class Capture:
             )
         sampling = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
         try:
-            generation = await self._engine.generate(request.call_id, prompt, sampling)
+            generation = await self._engine.generate(_request_id(request), prompt, sampling)
         except ValueError as error:
             raise HandlerError("bad_request", str(error), failure_class="data") from error
         except EngineDead as error:
@@ -171,6 +179,11 @@ class Capture:
         except DataPlaneError as error:
             raise HandlerError("prefix_unavailable", str(error), retryable=True) from error
         return await _off_loop_when_large(sum(row["token_ids"].size for row in rows), lambda: _join(rows))
+
+
+def _request_id(request: CallRequest) -> str:
+    """The engine's name for it: a lost attempt may still be running there when the next one comes."""
+    return f"{request.call_id}+{request.attempt}" if request.attempt else request.call_id
 
 
 def _join(rows: list[dict[str, npt.NDArray[Any]]]) -> Prefix:

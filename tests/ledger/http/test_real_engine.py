@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from controller.generation_pool import GenerationPool
+from controller.member import Member
 from dataplane.memory import MemoryPlane
 from dataplane.schema import STAGING, STAGING_COLUMNS
 from dataplane.sink import TokenDelta
@@ -68,7 +69,7 @@ async def rigged(model: Path) -> AsyncIterator[Rig]:
             async with anyio.create_task_group() as tasks:
                 address = await tasks.start(rpc.serve, f"unix:{folder}/s", "token")
                 async with RpcClient(address, "token", name="engine") as client:
-                    pool = GenerationPool([client], call_timeout_s=30, on_call=lambda *_: None)
+                    pool = GenerationPool([Member.serving(client)], call_timeout_s=30, on_call=lambda *_: None)
                     gate = Gate(ledger, pool.generate, max_calls_per_rollout=1000, call_timeout_s=30)
                     listener = listen("127.0.0.1", 0)
                     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
