@@ -208,23 +208,19 @@ def _agreement(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
         label = f"{age} step{'s' * (age != 1)} old"
         axes.plot(steps, values, color=color, linewidth=1.2, marker="o", markersize=_marker(steps) or 2, label=label)
     if ages:
-        axes.set_yscale("log")
-        _headroom_log(axes)
+        _log_scale(axes)
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** 0.3)  # Room for the legend.
         axes.legend(loc="upper left", ncols=2)
     axes.set_title("Trainer vs. engine, |Δ log p|")
 
 
 def _stability(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     norm = _series(reports, lambda r: r.trainer.get("grad_norm"))
     axes.plot(steps, norm, color=_RED, linewidth=1.2, marker="o", markersize=_marker(steps))
     lowest, highest = np.nanmin(norm, initial=np.inf), np.nanmax(norm, initial=0.0)
     if 0 < 8 * lowest < highest:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        _log_scale(axes)
     else:
         axes.set_ylim(bottom=0)
     diverged = [report.step for report in reports if report.not_finite]
@@ -252,9 +248,13 @@ def _headroom(axes: Any) -> None:
     axes.set_ylim(low, high + 0.16 * (high - low))
 
 
-def _headroom_log(axes: Any) -> None:
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.3)
+def _log_scale(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _series(reports: Sequence[StepReport], number: Callable[[StepReport], float | None]) -> Floats:
