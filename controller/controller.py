@@ -37,7 +37,12 @@ from controller.reporting.summary import RunSummary
 from controller.run import Run
 from controller.run_dir import CHECKPOINTS, Resume, open_run_dir
 from controller.run_ledger import open_run_ledger
+from controller.sentinel.sentinel import Sentinel
 from controller.threads import in_thread
+from controller.waits.graph import WaitGraph
+from controller.waits.server import StatusServer, status_file
+from controller.waits.text import describe
+from controller.waits.view import idle_graph
 from controller.watchdog import RunStalled
 from controller.wind_down import Status, WindDown
 from workers.environments.base import Environment, Prompt
@@ -47,6 +52,7 @@ from workers.open_files import allow_many_connections
 
 DEATH_NEWS_S = 3.0
 """After a broken connection, how long to wait for the news that the process behind it has died."""
+STACKS_FILE = "stacks.txt"
 SWITCH_INTERVAL_S = 0.001
 """How soon a busy Python thread lets the loop run again; Python's own 5 ms add up to long stalls."""
 
@@ -134,6 +140,7 @@ class Controller:
             status = "stalled" if isinstance(error, RunStalled) else "failed"
             cause = deaths.first or error
             reason = f"{type(cause).__name__}: {cause}"
+        self._sentinel.pause()
         wind_down = WindDown(self._config, self._run, self._machinery, self._observer, self._run_dir)
         with anyio.CancelScope(shield=True):
             self.summary = await wind_down.finish(status, reason, began=self._began)
@@ -173,7 +180,7 @@ class Controller:
         if findings.problems:
             raise ConfigError(findings.problems)
         # Before the folder: a mistake in it must not move an older run aside.
-        environment, prompts, held_out = await anyio.to_thread.run_sync(self._make_environment)
+        environment, prompts, held_out = await anyio.to_thread.run_sync(self._make_environment, abandon_on_cancel=True)
         self._run_dir, checkpoint = await stack.enter_async_context(in_thread(open_run_dir(config.run, self._resume)))
         resumed = None if checkpoint is None else await anyio.to_thread.run_sync(read_state, checkpoint)
         await anyio.to_thread.run_sync(_write_config, self._run_dir, config)
@@ -187,6 +194,20 @@ class Controller:
             )
         )
         doing = self._observer.doing
+        self._sentinel = stack.enter_context(
+            Sentinel(
+                report_over_ms=config.loop.report_over_ms,
+                fail_over_ms=config.loop.fail_over_ms,
+                exit_after_s=config.loop.exit_after_s,
+                last_words=lambda: describe(self._waits()),
+                stacks_file=self._run_dir / STACKS_FILE,
+            )
+        )
+        self._sentinel.pause()
+        self._interrupts.blocked_at = lambda: f"at {self._sentinel.where()}"
+        url = await stack.enter_async_context(in_thread(StatusServer(self._sentinel, self._waits).serving()))
+        await stack.enter_async_context(in_thread(status_file(self._run_dir, url)))
+        self._observer.progress.note(f"status: {url}, or: python -m controller status {self._run_dir}")
         self._interrupts.on_first = self._observer.progress.note
         ledger = await stack.enter_async_context(
             open_run_ledger(config, self._run_dir, resumed_from=None if resumed is None else resumed.step)
@@ -219,6 +240,7 @@ class Controller:
             resumed=resumed,
             on_step=self._after_step,
             listener=listener,
+            sentinel=self._sentinel,
         )
         server = self._run.gate_server
         await stack.enter_async_context(in_thread(control_file(self._run_dir, listener.url, server.control_token)))
@@ -227,6 +249,7 @@ class Controller:
             await self._run.weight_sync.sync(resumed.step)
         stack.push_async_callback(stop_idle_workers)
         _quiet_interpreter(stack)
+        self._sentinel.judge()
         self._tasks: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
         doing(None)
 
@@ -243,6 +266,12 @@ class Controller:
         prompts = environment.prompts(self._config.run.seed) if self._prompts is None else self._prompts
         held_out = draw_held_out(environment, self._config.evaluation)
         return environment, without_held_out(iter(prompts), held_out), held_out
+
+    def _waits(self) -> WaitGraph:
+        """Who waits for what: of the run while it trains, else only what the controller is at."""
+        if self._run is not None and self._observer.activity is None:
+            return self._run.waits()
+        return idle_graph(self._observer.name, self._observer.activity or "training", self._sentinel)
 
     def _snapshot(self) -> ProgressSnapshot | None:
         return None if self._run is None else self._run.snapshot()

@@ -23,6 +23,7 @@ from controller.foreign import await_foreign
 from controller.generation_pool import CallTrouble
 from controller.records import PlayedRollout, PromptGroup
 from controller.redispatch import RedispatchBudget
+from controller.waiting import ENVIRONMENT, Activities
 from ledger.errors import CallFailedError, RolloutClosed
 from ledger.ledger import Ledger
 from ledger.reasons import Reason
@@ -45,6 +46,7 @@ class Player:
         ledger: Ledger,
         make_context: Callable[[str], InLoopContext],
         forget: Callable[[str], None],
+        activities: Activities | None = None,
         timeout_s: float,
         trouble: Callable[[str], CallTrouble] = lambda _: CallTrouble(),
         budget: RedispatchBudget | None = None,
@@ -55,6 +57,7 @@ class Player:
         self._make_context = make_context
         self._trouble = trouble
         self._forget = forget
+        self._activities = Activities() if activities is None else activities
         self._budget = budget or RedispatchBudget(FailuresConfig())
         self._timeout_s = timeout_s
         self._echo = echo
@@ -104,9 +107,10 @@ class Player:
         failure: Reason | None = None
         with anyio.move_on_after(self._timeout_s) as deadline:
             try:
-                result = await await_foreign(
-                    self._rollout(context, group), f"rollout {rollout_id}", on_cancel=context.close
-                )
+                with self._activities.doing(rollout_id, "is in the environment", on=ENVIRONMENT):
+                    result = await await_foreign(
+                        self._rollout(context, group), f"rollout {rollout_id}", on_cancel=context.close
+                    )
             except Exception as e:
                 if not any(isinstance(cause, CallFailedError) for cause in explanations(e)):
                     raise RolloutError(
@@ -132,12 +136,12 @@ class Player:
             tokens=result.tokens,
         )
 
-    async def _rollout(self, context: InLoopContext, group: PromptGroup) -> object:
-        return await self._environment.rollout(context, group.prompt)
-
     def _call_failed(self, rollout_id: str) -> bool:
         """Whether the record says that a call failed where the rollout may have been meant to end."""
         return any(r.reason is Reason.CALL_FAILED for r in self._ledger.receipt(rollout_id).rejections)
+
+    async def _rollout(self, context: InLoopContext, group: PromptGroup) -> object:
+        return await self._environment.rollout(context, group.prompt)
 
     def _checked(self, group: PromptGroup, rollout_id: str, result: object) -> RolloutResult:
         place = self._place(group, rollout_id)

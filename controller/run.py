@@ -34,16 +34,21 @@ from controller.reporting.step_report import StepReport
 from controller.reporting.summary import Accounts
 from controller.rollout_pump import RolloutPump, number_after
 from controller.run_state import RunState
+from controller.sentinel.sentinel import Sentinel
 from controller.step_summary import summarise
 from controller.train_pump import TrainedStep, TrainPump
-from controller.waiting import Activities
+from controller.waiting import ENGINES, TRAIN_PUMP, Activities
+from controller.waits.graph import WaitGraph
+from controller.waits.health import checks_of
+from controller.waits.plane import WatchedPlane
+from controller.waits.view import WaitView, idle_graph
 from controller.watchdog import StallWatchdog
 from controller.weight_sync import WeightSync
 from ledger.gate import Gate
 from ledger.http.sampling import SamplingRules
 from ledger.http.server import GateServer, Limits
 from ledger.ledger import Ledger
-from ledger.records import Sampling
+from ledger.records import CallReply, CallRequest, Sampling
 from workers.environments.base import Environment, Prompt
 
 ENDS = ("trained", "evicted", "dropped", "aborted")
@@ -67,9 +72,11 @@ class Run:
         resumed: ControllerState | None,
         on_step: Callable[[StepReport], Awaitable[None]],
         listener: Listener,
+        sentinel: Sentinel,
     ) -> None:
         self._config = config
         self._machinery = machinery
+        self._sentinel = sentinel
         self._prompts = prompts
         self._observer = observer
         self._checkpoints = checkpoints
@@ -87,6 +94,9 @@ class Run:
         capture = config.token_capture
         self.ledger = ledger
         self.activities = Activities()
+        self.rollouts = Activities()
+        """What each rollout that is being played does."""
+        self.plane = WatchedPlane(machinery.plane)
         self.pool = GenerationPool(
             [member_of(worker, config.fleet) for worker in machinery.generation],
             call_timeout_s=config.rollout.call_timeout_s,
@@ -104,7 +114,7 @@ class Run:
         self.redispatch = RedispatchBudget(config.failures)
         self._gate = Gate(
             self.ledger,
-            self.pool.generate,
+            self._generate,
             max_calls_per_rollout=config.rollout.max_calls,
             call_timeout_s=config.rollout.call_timeout_s,
             seed=config.run.seed,
@@ -140,7 +150,7 @@ class Run:
             requests=receive,
             buffer=self.buffer,
             ledger=self.ledger,
-            plane=machinery.plane,
+            plane=self.plane,
             activities=self.activities,
             concurrency=config.finalizer.concurrency,
             on_failure=capture.on_failure,
@@ -183,7 +193,7 @@ class Run:
             state=self.state,
             sampler=sampler,
             ledger=self.ledger,
-            plane=machinery.plane,
+            plane=self.plane,
             trainer=machinery.trainer,
             weight_sync=self.weight_sync,
             evaluator=self.evaluator,
@@ -195,26 +205,40 @@ class Run:
             on_phase=observer.phase,
             activities=self.activities,
         )
+        self._waits = WaitView(
+            buffer=self.buffer,
+            state=self.state,
+            sampler=sampler,
+            pool=self.pool,
+            plane=self.plane,
+            weight_sync=self.weight_sync,
+            activities=self.activities,
+            rollouts=self.rollouts,
+            environment=type(environment).__name__,
+            may_dispatch=self._rollouts.may_dispatch,
+            progress=self._progress,
+        )
+        stall = config.watchdog
+        self.watchdog = StallWatchdog(
+            stall_after_s=stall.stall_after_s,
+            action=stall.stall_action,
+            progress=self._progress,
+            graph=self.waits,
+            checks=lambda seconds: checks_of(environment, self.pool, self.plane, timeout_s=seconds),
+        )
         self._step_ended = time.monotonic()
         self._last_report: StepReport | None = None
 
     async def pump(self) -> None:
         """Run until the last step is trained or the prompts are used up. The first error of any part ends all."""
-        watchdog = StallWatchdog(
-            stall_after_s=self._config.watchdog.stall_after_s,
-            action=self._config.watchdog.stall_action,
-            progress=lambda: (self.finalizers.committed + self.evaluator.played, self.state.step),
-            activities=self.activities,
-            describe=self.describe,
-            warn=self._observer.progress.warning,
-        )
         self._step_ended = time.monotonic()
         async with anyio.create_task_group() as tg:
             await tg.start(self.gate_server.serve, self._listener.socket)
             tg.start_soon(self.fleet.run)
             tg.start_soon(self._rollouts.run)
             tg.start_soon(self.finalizers.run)
-            tg.start_soon(watchdog.run)
+            tg.start_soon(self.watchdog.run)
+            tg.start_soon(self._sentinel.watch)
             await self._training.run()
             tg.cancel_scope.cancel()
 
@@ -263,19 +287,23 @@ class Run:
     def _group_ends(self) -> dict[str, int]:
         return {end: self._groups_before[end] + self.buffer.ended[GroupState(end)] for end in ENDS}
 
-    def describe(self) -> str:
-        """One line for stall reports: where groups and calls are."""
-        groups = ", ".join(f"{n} {state}" for state, n in self.buffer.counts().items()) or "none"
-        held = "; dispatch is held" if self.state.dispatch_held else ""
-        return (
-            f"step {self.state.step} of {self.state.last_step}, weight version {self.state.version}{held}; "
-            f"groups: {groups}; {self.pool.outstanding} model calls in flight, {self._playing} rollouts playing"
-        )
+    def waits(self) -> WaitGraph:
+        """Who waits for what now."""
+        idle = idle_graph(self._observer.name, self._observer.activity or "training", self._sentinel)
+        return self._waits.take(idle, self.watchdog.unhealthy)
+
+    def _progress(self) -> tuple[int, int]:
+        """Groups committed, those of an evaluation too, and steps done."""
+        return self.finalizers.committed + self.evaluator.played, self.state.step
+
+    async def _generate(self, request: CallRequest) -> CallReply:
+        with self.rollouts.doing(request.rollout_id, "waits for the model", on=ENGINES):
+            return await self.pool.generate(request)
 
     def snapshot(self) -> ProgressSnapshot:
         calls = self.pool.outstanding
         counts = self.buffer.counts()
-        activity = self.activities.now().get("train pump")
+        activity = self.activities.now().get(TRAIN_PUMP)
         what = "starting" if activity is None else activity.what
         if self.evaluator.remaining:
             what = f"{what} ({self.evaluator.remaining} rollouts to go)"
@@ -324,6 +352,7 @@ class Run:
             make_context=context,
             trouble=self.pool.trouble,
             forget=self._forget,
+            activities=self.rollouts,
             budget=self.redispatch,
             timeout_s=self._config.rollout.timeout_s,
             echo=not self._config.token_capture.enabled,
@@ -352,6 +381,7 @@ class Run:
             buffer=self.buffer,
             data_plane={**self.finalizers.take_timings(), **self._machinery.plane.take_metrics()},
             custody=self.finalizers.take_counts(),
+            loop=self._sentinel.take_figures(),
             fleet=self._fleet_metrics(),
         )
         self._step_ended = now
@@ -373,7 +403,7 @@ class Run:
 
     async def _after_step(self) -> None:
         assert self._last_report is not None
-        with self.activities.doing("train pump", "waiting for the caller's step callback"):
+        with self.activities.doing(TRAIN_PUMP, "waiting for the caller's step callback"):
             await self._on_step(self._last_report)
 
 

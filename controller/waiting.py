@@ -66,8 +66,3 @@ class Activities:
 
     def __len__(self) -> int:
         return len(self._now)
-
-    def describe(self) -> str:
-        """One line a part, longest first."""
-        rows = sorted(self.now().items(), key=lambda item: item[1].since)
-        return "\n".join(f"  {part}: {a.what}, for {a.seconds:.1f} s" for part, a in rows)

@@ -151,6 +151,7 @@ def _files(config: Config, model: ModelFacts) -> Iterator[Row]:
     when = "at the end" if every is None else f"every {_count(every, 'step')} and at the end"
     yield f"{run_dir}/", "metrics, trace, report; error.log when the run fails"
     yield f"{run_dir / 'control.json'}", "how to reach the gate's control plane, while the run lasts"
+    yield f"{run_dir / 'status.json'}", "where the run says what it is waiting for, while it lasts"
     synced = (
         "on the disk before a call is answered" if config.ledger.durability == "batch" else "written without waiting"
     )

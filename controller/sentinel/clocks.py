@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class ThreadClock:
@@ -69,3 +70,33 @@ def blocked_s(turn: Slice) -> float:
     if turn.late:
         excused = max(excused, turn.elapsed - turn.asked - max(turn.loop_cpu, turn.others_cpu))
     return max(0.0, turn.elapsed - excused)
+
+
+class OtherThreads:
+    """Which of the process's threads computed most of late."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_by_thread()
+
+    def rebase(self) -> None:
+        """Count from here."""
+        self._before = _cpu_by_thread()
+
+    def busiest(self, *, besides: set[int | None]) -> threading.Thread | None:
+        """The one that had most CPU time since then; None when none had any."""
+        used = {
+            thread: cpu - self._before.get(thread, 0.0)
+            for thread, cpu in _cpu_by_thread().items()
+            if thread.ident not in besides
+        }
+        thread = max(used, key=lambda t: used[t], default=None)
+        return thread if thread is not None and used[thread] > 0 else None
+
+
+def _cpu_by_thread() -> dict[threading.Thread, float]:
+    found: dict[threading.Thread, float] = {}
+    for thread in threading.enumerate():
+        # It may have ended meanwhile; its pthread clock would then be another's, or nobody's.
+        with suppress(OSError, ValueError, IndexError):
+            found[thread] = int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+    return found

@@ -9,6 +9,7 @@ import asyncio
 import faulthandler
 import gc
 import logging
+import math
 import signal
 import threading
 import time
@@ -24,9 +25,9 @@ import anyio
 
 from controller.exits import Exit
 from controller.leaving import leave
-from controller.sentinel.clocks import Slice, ThreadClock, blocked_s
+from controller.sentinel.clocks import OtherThreads, Slice, ThreadClock, blocked_s
 from controller.sentinel.lag import LagHistogram
-from controller.sentinel.stacks import Place, busy_stack, culprit_of, describe, dump, thread_stack, waits_for_events
+from controller.sentinel.stacks import Place, culprit_of, describe, dump, thread_stack, thread_stacks, waits_for_events
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ _STILL_BLOCKED_S = (1.0, 10.0, 60.0, 600.0)
 """A stall that goes on is reported when it has lasted so long, and once more when it ends."""
 _STOOD_STILL_S = 1.0
 _REARM_S = 0.5
+_REBASE_S = 1.0
 _UNKNOWN = "unknown"
-_OTHER = "another thread, which kept the interpreter"
 _COLLECTING = "Sentinel._collecting"
 
 
@@ -96,6 +97,8 @@ class Sentinel:
         self.longest: Stall | None = None
         self.stood_still_s = 0.0
         """For so long the process was stopped or had no CPU."""
+        self._lenient_until: float = 0
+        """The number of the beat up to which stalls are neither counted nor judged."""
         self._failure: Stall | None = None
         self._failed = anyio.Event()
         self._beats = 0
@@ -113,6 +116,7 @@ class Sentinel:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.current_thread()
         self._clocks = _Clocks(self._loop_thread)
+        self._others = OtherThreads()
         self._thread = threading.Thread(target=self._listen, name="loop sentinel", daemon=True)
         self._beat_at = time.monotonic()
         self._due = self._beat_at + self._beat_s
@@ -141,6 +145,15 @@ class Sentinel:
         await self._failed.wait()
         self._raise_failure()
         raise AssertionError("the event is set after the failure")
+
+    def pause(self) -> None:
+        """From here on stalls are only logged, until `judge`: nothing waits for the loop yet, or any more."""
+        self._lenient_until = math.inf
+
+    def judge(self) -> None:
+        """Count and judge what comes from here on, and measure the lag anew."""
+        self._lenient_until = self._beats + 1
+        self.lag, self._lag = LagHistogram(), LagHistogram()
 
     def take_figures(self) -> dict[str, float]:
         """`LagHistogram.figures` since the last call, and `stalls` since the beginning."""
@@ -197,12 +210,11 @@ class Sentinel:
     def _listen(self) -> None:
         beats, excused, samples = self._beats, 0.0, _Samples()
         own = {self._loop_thread.ident, threading.get_ident()}
-        rearm_at = 0.0
+        rearm_at = rebase_at = 0.0
         while not self._stop.wait(self._tick_s):
-            # First of all: the interpreter passes to the loop's thread with the first system call.
-            at, silent, loop_stack, busy = self._beats, self.silent_s, (), ()
-            if silent >= self._threshold_s / 2:
-                loop_stack, busy = thread_stack(self._loop_thread.ident or 0), busy_stack(own)
+            # First of all: the interpreter passes to another thread with the first system call.
+            at, silent = self._beats, self.silent_s
+            stacks = thread_stacks() if silent >= self._threshold_s / 2 else {}
             turn = self._clocks.turn(self._tick_s)
             now = time.monotonic()
             if self._has_alarm and now >= rearm_at:
@@ -216,57 +228,74 @@ class Sentinel:
                     "the whole process stood still for %.1f s: stopped, or without CPU", turn.elapsed - charge
                 )
             self.stood_still_s += turn.elapsed - charge
+            other = None
+            if turn.late and turn.others_cpu > turn.loop_cpu:
+                other = self._others.busiest(besides=own)
             if at != beats:
-                self._ended(at, beats, excused, samples, _OTHER if turn.others_cpu > turn.loop_cpu else _UNKNOWN)
-                beats, excused, samples = at, 0.0, _Samples()
-            if not loop_stack:
-                continue
-            if turn.late and turn.others_cpu > turn.loop_cpu and busy:
-                samples.add(busy)
-            elif waits_for_events(loop_stack) and turn.loop_cpu < turn.elapsed / 5:
-                excused += charge  # Nothing to blame: the loop waits, and was not woken.
-                continue
-            else:
-                samples.add(loop_stack)
-            self._still_blocked(silent - excused, samples)
-        self._left(beats, excused, samples)
+                unseen = _UNKNOWN if other is None else f"thread {other.name}, which kept the interpreter"
+                self._ended(at, excused, samples, unseen)
+                # What is not the loop's may have come after its last beat, and is then to be told from the next silence.
+                beats, excused, samples = at, min(turn.elapsed - charge, silent), _Samples()
+            if stacks:
+                loop_stack = stacks.get(self._loop_thread.ident or 0, ())
+                if other is not None and other.ident in stacks:
+                    samples.add(stacks[other.ident])
+                elif waits_for_events(loop_stack) and turn.loop_cpu < turn.elapsed / 5:
+                    excused += charge  # Nothing to blame: the loop waits, and was not woken.
+                    continue
+                else:
+                    samples.add(loop_stack)
+                self._still_blocked(silent - excused, samples)
+            elif now >= rebase_at:
+                self._others.rebase()
+                rebase_at = now + _REBASE_S
+        self._left(excused, samples)
 
     def _still_blocked(self, seconds: float, samples: _Samples) -> None:
         stall = Stall(samples.culprit, seconds, samples.stack)
-        if samples.reported < len(_STILL_BLOCKED_S) and seconds >= _STILL_BLOCKED_S[samples.reported]:
-            samples.reported += 1
+        due = next((bound for bound in _STILL_BLOCKED_S if bound > samples.told_s), math.inf)
+        if seconds >= due and self._beats >= self._lenient_until:
+            samples.told_s = seconds
             self._on_stall(stall)
         if self._exit_after_s is not None and seconds >= self._exit_after_s:
             self._end_process(stall)
 
-    def _ended(self, at: int, beats: int, excused: float, samples: _Samples, unseen: str = _UNKNOWN) -> None:
-        """Judge the late beats up to number `at`; of the one after number `beats`, `excused` seconds were not the loop's.
-
-        `unseen` is the culprit when no stack was seen.
-        """
+    def _ended(self, at: int, excused: float, samples: _Samples, unseen: str = _UNKNOWN) -> None:
+        """Judge the late beats up to number `at`. `excused` seconds of the longest silence were not the loop's doing, and
+        `samples` are of it; `unseen` is the culprit when there are none."""
+        late: list[tuple[int, float, float, int]] = []
         while self._late and self._late[0][0] <= at:
-            number, lag, gc_s, generation = self._late.popleft()
-            seconds = lag - excused if number == beats + 1 else lag
+            late.append(self._late.popleft())
+        longest = max(late, key=lambda beat: beat[1], default=None)
+        for beat in late:
+            number, lag, gc_s, generation = beat
+            own = samples if beat is longest else _Samples()
+            seconds = lag - excused if beat is longest else lag
             if seconds < self._threshold_s:
                 continue
-            own = samples if number == beats + 1 else _Samples()
             culprit = own.culprit if own.stack else unseen
             if gc_s > seconds / 2:
                 culprit = f"garbage collection of generation {generation}"
-            self._record(Stall(culprit, seconds, own.stack))
+            stall = Stall(culprit, seconds, own.stack)
+            if number <= self._lenient_until:
+                logger.info("%s, while nothing waited for it", stall)
+            else:
+                self._record(stall, told_s=own.told_s)
 
-    def _left(self, beats: int, excused: float, samples: _Samples) -> None:
+    def _left(self, excused: float, samples: _Samples) -> None:
         """The `with` block was left; what blocked the loop may have left it in the same go, before another beat."""
-        self._ended(self._beats, beats, excused, samples)
-        if self.silent_s - excused >= self._threshold_s:
+        self._ended(self._beats, excused, samples)
+        if self.silent_s - excused >= self._threshold_s and self._beats >= self._lenient_until:
             self._record(Stall(samples.culprit, self.silent_s - excused, samples.stack))
 
-    def _record(self, stall: Stall) -> None:
+    def _record(self, stall: Stall, *, told_s: float = 0.0) -> None:
+        """`told_s`: how long it had lasted when it was reported while it went on."""
         if self.longest is None or stall.seconds > self.longest.seconds:
             self.longest = stall
         if stall.seconds >= self._report_s:
             self.stalls[stall.culprit] += 1
-            self._on_stall(stall)
+            if stall.seconds > 1.5 * told_s:
+                self._on_stall(stall)
         if self._fail_s is not None and stall.seconds >= self._fail_s and self._failure is None:
             self._failure = stall
             with suppress(RuntimeError):  # The loop is closed.
@@ -295,7 +324,8 @@ class _Samples:
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
         self._stacks: dict[str, tuple[Place, ...]] = {}
-        self.reported = 0
+        self.told_s = 0.0
+        """How long it had lasted when it was reported."""
 
     def add(self, stack: tuple[Place, ...]) -> None:
         culprit = "garbage collection" if stack[0].function == _COLLECTING else culprit_of(stack)

@@ -45,13 +45,9 @@ def thread_stack(ident: int) -> tuple[Place, ...]:
     return stack_of(sys._current_frames().get(ident))  # pyright: ignore[reportPrivateUsage]
 
 
-def busy_stack(others: set[int | None]) -> tuple[Place, ...]:
-    """Of a thread, none of `others`, that seems to compute: it stands in code of its own. Empty when there is none."""
-    for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
-        stack = stack_of(frame)
-        if ident not in others and not stack[0].of_a_library:
-            return stack
-    return ()
+def thread_stacks() -> dict[int, tuple[Place, ...]]:
+    """Of all threads, by their idents."""
+    return {ident: stack_of(frame) for ident, frame in sys._current_frames().items()}  # pyright: ignore[reportPrivateUsage]
 
 
 def culprit_of(stack: tuple[Place, ...]) -> str:

@@ -20,6 +20,8 @@ from controller.config.problems import ConfigError, Problem
 from controller.exits import Exit
 from controller.interrupts import Interrupted
 from controller.run_dir import RunDirError
+from controller.sentinel.sentinel import LoopBlocked, Stall
+from controller.sentinel.stacks import Place
 from controller.watchdog import RunStalled
 from tests.controller.config.files import valid, write_config
 from workers.environments.registry import BadEnvironment
@@ -108,6 +110,12 @@ def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"  {code.value:<4} {code.meaning}" in printed
 
 
+def test_the_page_on_running_has_every_exit_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
+    for code in Exit:
+        assert f"| {code.value} | {code.meaning} |\n" in page
+
+
 def test_a_missing_file_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(tmp_path / "run.yaml")]) == Exit.USAGE
     missing = f"  1. {tmp_path / 'run.yaml'}: no such file\n     fix: looked for {tmp_path / 'run.yaml'}\n"
@@ -171,6 +179,10 @@ def test_the_summary_decides_the_exit_code(
     assert main(["--config", str(config)]) == code
 
 
+PLACE = Place("envs.py", 3, "rollout")
+BLOCKED = "the event loop was blocked for 0.30 s at envs.py:3 in rollout"
+
+
 def noted(error: BaseException, note: str) -> BaseException:
     error.add_note(note)
     return error
@@ -183,6 +195,11 @@ def noted(error: BaseException, note: str) -> BaseException:
         (ValueError(), 1, "ValueError\n"),
         (noted(ValueError("bad rows"), "in step 3"), 1, "ValueError: bad rows\nin step 3\n"),
         (BaseExceptionGroup("", [ExceptionGroup("", [KeyError("a")]), ValueError("b")]), 1, "KeyError: 'a'\n"),
+        (
+            LoopBlocked(Stall(str(PLACE), 0.3, (PLACE,)), 50),
+            4,
+            f"LoopBlocked: {BLOCKED} (the limit is 50 ms)\n    {PLACE}\n",
+        ),
         (RunStalled("no progress for 900 s\nwaits"), 3, "RunStalled: no progress for 900 s\nwaits\n"),
     ],
 )

@@ -96,7 +96,9 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
 
 class Environment(Protocol):
     """An environment runs in the controller's loop: `rollout` must not block (give CPU-heavy scoring to
-    `workers.environments.offload`). One that offers an evaluation is an `Evaluable` too."""
+    `workers.environments.offload`). One that offers an evaluation is an `Evaluable` too.
+
+    It may have a method `async def health(self) -> None`, asked again and again, that raises while it cannot play."""
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
         """The run's prompts, in order; the same seed gives the same sequence (a resume skips what was consumed).

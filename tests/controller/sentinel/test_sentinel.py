@@ -115,6 +115,18 @@ async def blocked(*, then: float | None, watch: bool = False) -> None:
             await anyio.sleep(then)
 
 
+async def test_stalls_at_which_nothing_waits_for_the_loop_are_not_judged() -> None:
+    reports = Reports()
+    with Sentinel(fail_over_ms=100, on_stall=reports) as sentinel:
+        sentinel.pause()
+        sleeps()
+        await anyio.sleep(0.05)
+        sleeps()
+        sentinel.judge()
+        await anyio.sleep(0.05)
+        assert (reports.stalls, sentinel.stalls.total(), sentinel.lag.count > 0) == ([], 0, True)
+
+
 async def test_fail_over_fails_what_stands_in_the_block_and_names_it() -> None:
     with pytest.raises(LoopBlocked, match=re.escape(place(sleeps))):
         await blocked(then=0.05)
