@@ -72,6 +72,32 @@ def blocked_s(turn: Slice) -> float:
     return max(0.0, turn.elapsed - excused)
 
 
+class Clocks:
+    """The sentinel's turns, with what the process's threads did in each."""
+
+    def __init__(self, loop_thread: threading.Thread) -> None:
+        self._loop = ThreadClock(loop_thread)
+        self._began = time.monotonic()
+        self._cpu, self._waited, self._process = self._loop.cpu_s(), self._loop.waited_s(), time.process_time()
+
+    def turn(self, asked: float) -> Slice:
+        """What happened since the last call; the sentinel had meant to sleep for `asked` seconds."""
+        now = time.monotonic()
+        cpu, waited, process = self._loop.cpu_s(), self._loop.waited_s(), time.process_time()
+        turn = Slice(
+            asked=asked,
+            elapsed=now - self._began,
+            loop_cpu=cpu - self._cpu,
+            loop_waited=waited - self._waited,
+            others_cpu=process - self._process - (cpu - self._cpu),
+        )
+        self._began, self._cpu, self._waited, self._process = now, cpu, waited, process
+        return turn
+
+    def close(self) -> None:
+        self._loop.close()
+
+
 class OtherThreads:
     """Which of the process's threads computed most of late."""
 

@@ -6,7 +6,6 @@ It needs nothing of the loop, and tells a loop that is blocked from a process th
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import gc
 import logging
 import math
@@ -16,7 +15,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -25,9 +23,11 @@ import anyio
 
 from controller.exits import Exit
 from controller.leaving import leave
-from controller.sentinel.clocks import OtherThreads, Slice, ThreadClock, blocked_s
+from controller.sentinel.alarm import clear_alarm, set_alarm
+from controller.sentinel.clocks import Clocks, OtherThreads, blocked_s
 from controller.sentinel.lag import LagHistogram
-from controller.sentinel.stacks import Place, culprit_of, describe, dump, thread_stack, thread_stacks, waits_for_events
+from controller.sentinel.stacks import culprit_of, describe, dump, thread_stack, thread_stacks, waits_for_events
+from controller.sentinel.stalls import UNKNOWN, Samples, Stall
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,6 @@ _STILL_BLOCKED_S = (1.0, 10.0, 60.0, 600.0)
 _STOOD_STILL_S = 1.0
 _REARM_S = 0.5
 _REBASE_S = 1.0
-_UNKNOWN = "unknown"
-_COLLECTING = "Sentinel._collecting"
 
 
 class LoopBlocked(Exception):
@@ -46,18 +44,6 @@ class LoopBlocked(Exception):
     def __init__(self, stall: Stall, limit_ms: float) -> None:
         super().__init__(f"{stall} (the limit is {limit_ms:g} ms)\n{describe(stall.stack)}")
         self.stall = stall
-
-
-@dataclass(frozen=True)
-class Stall:
-    culprit: str
-    """`file:line in function` of what blocked the loop; "garbage collection of generation <n>"; "unknown"; ... """
-    seconds: float
-    stack: tuple[Place, ...]
-    """Of the loop's thread meanwhile, innermost first; empty when it was over before anyone looked."""
-
-    def __str__(self) -> str:
-        return f"the event loop was blocked for {self.seconds:.2f} s at {self.culprit}"
 
 
 class Sentinel:
@@ -115,14 +101,14 @@ class Sentinel:
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.current_thread()
-        self._clocks = _Clocks(self._loop_thread)
+        self._clocks = Clocks(self._loop_thread)
         self._others = OtherThreads()
         self._thread = threading.Thread(target=self._listen, name="loop sentinel", daemon=True)
         self._beat_at = time.monotonic()
         self._due = self._beat_at + self._beat_s
         self._timer = self._loop.call_later(self._beat_s, self._beat)
         gc.callbacks.append(self._collecting)
-        self._has_alarm = self._exit_after_s is not None and _set_alarm()
+        self._has_alarm = self._exit_after_s is not None and set_alarm()
         self._thread.start()
         return self
 
@@ -136,7 +122,7 @@ class Sentinel:
         self._thread.join()  # One tick at most.
         self._clocks.close()
         if self._has_alarm:
-            _clear_alarm()
+            clear_alarm()
         if error is None:
             self._raise_failure()
 
@@ -208,7 +194,7 @@ class Sentinel:
     # In the sentinel's thread.
 
     def _listen(self) -> None:
-        beats, excused, samples = self._beats, 0.0, _Samples()
+        beats, excused, samples = self._beats, 0.0, Samples()
         own = {self._loop_thread.ident, threading.get_ident()}
         rearm_at = rebase_at = 0.0
         while not self._stop.wait(self._tick_s):
@@ -232,10 +218,10 @@ class Sentinel:
             if turn.late and turn.others_cpu > turn.loop_cpu:
                 other = self._others.busiest(besides=own)
             if at != beats:
-                unseen = _UNKNOWN if other is None else f"thread {other.name}, which kept the interpreter"
+                unseen = UNKNOWN if other is None else f"thread {other.name}, which kept the interpreter"
                 self._ended(at, excused, samples, unseen)
                 # What is not the loop's may have come after its last beat, and is then to be told from the next silence.
-                beats, excused, samples = at, min(turn.elapsed - charge, silent), _Samples()
+                beats, excused, samples = at, min(turn.elapsed - charge, silent), Samples()
             if stacks:
                 loop_stack = stacks.get(self._loop_thread.ident or 0, ())
                 if other is not None and other.ident in stacks:
@@ -251,7 +237,7 @@ class Sentinel:
                 rebase_at = now + _REBASE_S
         self._left(excused, samples)
 
-    def _still_blocked(self, seconds: float, samples: _Samples) -> None:
+    def _still_blocked(self, seconds: float, samples: Samples) -> None:
         stall = Stall(samples.culprit, seconds, samples.stack)
         due = next((bound for bound in _STILL_BLOCKED_S if bound > samples.told_s), math.inf)
         if seconds >= due and self._beats >= self._lenient_until:
@@ -260,7 +246,7 @@ class Sentinel:
         if self._exit_after_s is not None and seconds >= self._exit_after_s:
             self._end_process(stall)
 
-    def _ended(self, at: int, excused: float, samples: _Samples, unseen: str = _UNKNOWN) -> None:
+    def _ended(self, at: int, excused: float, samples: Samples, unseen: str = UNKNOWN) -> None:
         """Judge the late beats up to number `at`. `excused` seconds of the longest silence were not the loop's doing, and
         `samples` are of it; `unseen` is the culprit when there are none."""
         late: list[tuple[int, float, float, int]] = []
@@ -269,7 +255,7 @@ class Sentinel:
         longest = max(late, key=lambda beat: beat[1], default=None)
         for beat in late:
             number, lag, gc_s, generation = beat
-            own = samples if beat is longest else _Samples()
+            own = samples if beat is longest else Samples()
             seconds = lag - excused if beat is longest else lag
             if seconds < self._threshold_s:
                 continue
@@ -282,7 +268,7 @@ class Sentinel:
             else:
                 self._record(stall, told_s=own.told_s)
 
-    def _left(self, excused: float, samples: _Samples) -> None:
+    def _left(self, excused: float, samples: Samples) -> None:
         """The `with` block was left; what blocked the loop may have left it in the same go, before another beat."""
         self._ended(self._beats, excused, samples)
         if self.silent_s - excused >= self._threshold_s and self._beats >= self._lenient_until:
@@ -316,70 +302,6 @@ class Sentinel:
     def _write_stacks(self, text: str) -> None:
         if self._stacks_file is not None:
             self._stacks_file.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-class _Samples:
-    """The stacks of one stall; the culprit is where it was seen most often."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-        self._stacks: dict[str, tuple[Place, ...]] = {}
-        self.told_s = 0.0
-        """How long it had lasted when it was reported."""
-
-    def add(self, stack: tuple[Place, ...]) -> None:
-        culprit = "garbage collection" if stack[0].function == _COLLECTING else culprit_of(stack)
-        self._seen[culprit] += 1
-        self._stacks.setdefault(culprit, stack)
-
-    @property
-    def culprit(self) -> str:
-        return self._seen.most_common(1)[0][0] if self._seen else _UNKNOWN
-
-    @property
-    def stack(self) -> tuple[Place, ...]:
-        return self._stacks.get(self.culprit, ())
-
-
-class _Clocks:
-    """The sentinel's turns, with what the process's threads did in each."""
-
-    def __init__(self, loop_thread: threading.Thread) -> None:
-        self._loop = ThreadClock(loop_thread)
-        self._began = time.monotonic()
-        self._cpu, self._waited, self._process = self._loop.cpu_s(), self._loop.waited_s(), time.process_time()
-
-    def turn(self, asked: float) -> Slice:
-        """What happened since the last call; the sentinel had meant to sleep for `asked` seconds."""
-        now = time.monotonic()
-        cpu, waited, process = self._loop.cpu_s(), self._loop.waited_s(), time.process_time()
-        turn = Slice(
-            asked=asked,
-            elapsed=now - self._began,
-            loop_cpu=cpu - self._cpu,
-            loop_waited=waited - self._waited,
-            others_cpu=process - self._process - (cpu - self._cpu),
-        )
-        self._began, self._cpu, self._waited, self._process = now, cpu, waited, process
-        return turn
-
-    def close(self) -> None:
-        self._loop.close()
-
-
-def _set_alarm() -> bool:
-    """Have the kernel end the process, after all stacks were written to stderr, when the sentinel cannot run for a long time
-    of computing: native code that keeps the interpreter. The timer counts CPU time, so it does not run in a stopped process.
-    """
-    if signal.getsignal(signal.SIGPROF) is not signal.SIG_DFL:
-        return False  # A profiler's.
-    faulthandler.register(signal.SIGPROF, file=2, all_threads=True, chain=True)
-    return True
-
-
-def _clear_alarm() -> None:
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    faulthandler.unregister(signal.SIGPROF)
 
 
 def _log(stall: Stall) -> None:

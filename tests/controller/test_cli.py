@@ -20,8 +20,9 @@ from controller.config.problems import ConfigError, Problem
 from controller.exits import Exit
 from controller.interrupts import Interrupted
 from controller.run_dir import RunDirError
-from controller.sentinel.sentinel import LoopBlocked, Stall
+from controller.sentinel.sentinel import LoopBlocked
 from controller.sentinel.stacks import Place
+from controller.sentinel.stalls import Stall
 from controller.watchdog import RunStalled
 from tests.controller.config.files import valid, write_config
 from workers.environments.registry import BadEnvironment

@@ -18,7 +18,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from controller.sentinel.sentinel import LoopBlocked, Sentinel, Stall
+from controller.sentinel.sentinel import LoopBlocked, Sentinel
+from controller.sentinel.stalls import Stall
 
 pytestmark = pytest.mark.anyio
 
