@@ -157,11 +157,7 @@ class FinalizerGroup:
                 self._dropped_in_a_row += 1
                 reason = Reason.NO_VALID_ROLLOUT if failed is None else failed[1].reason
                 await self._ledger.dropped(request.group_id, reason=reason)
-            with self._phase("clear"):
-                lost = [receipt for rollout in request.rollouts for receipt in rollout.lost]
-                await self._cleaner.clear(
-                    [*receipts, *lost], [rollout.rollout_id for rollout in request.rollouts if rollout.attempts_lost]
-                )
+            await self._clear(request.rollouts, receipts)
             if self._dropped_in_a_row >= self._max_dropped_in_a_row:
                 last = next(v for v in reversed(verdicts.values()) if isinstance(v, Rejection))
                 raise NothingTrainable(self._dropped_in_a_row, self.rejections, last)
@@ -174,9 +170,16 @@ class FinalizerGroup:
         with anyio.CancelScope(shield=True):
             await self._record(samples, verdicts)
             await self._ledger.evaluated(request.group_id, step=step)
-            with self._phase("clear"):
-                await self._cleaner.clear(receipts)
+            await self._clear(request.rollouts, receipts)
             self._evaluated(request.group_id, samples)
+
+    async def _clear(self, rollouts: Sequence[PlayedRollout], receipts: Sequence[Receipt]) -> None:
+        """Clear what the rollouts staged, and those that were lost and played again."""
+        lost = [receipt for rollout in rollouts for receipt in rollout.lost]
+        with self._phase("clear"):
+            await self._cleaner.clear(
+                [*receipts, *lost], [rollout.rollout_id for rollout in rollouts if rollout.attempts_lost]
+            )
 
     async def _seal(self, rollouts: Sequence[PlayedRollout]) -> list[Receipt]:
         """The receipts, in the order of the rollouts."""

@@ -227,6 +227,7 @@ class House:
                 make_context=lambda rollout_id: InLoopContext(
                     rollout_id, gate=self.gate, sampling=SAMPLING, base_url="", api_key=""
                 ),
+                trouble=self.pool.trouble,
                 forget=self.pool.forget,
                 timeout_s=rollout_timeout_s,
             ),

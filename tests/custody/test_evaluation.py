@@ -22,10 +22,11 @@ from ledger.events import GroupDispatched, GroupEvaluated, MemoryLog, RolloutAbo
 from ledger.http.bodies import ChatBody
 from ledger.http.sampling import SamplingRules
 from ledger.reasons import Reason
-from ledger.records import Sampling
+from ledger.records import CallRequest, Sampling
 from tests.custody.rig import House
 from tests.custody.tokenizers import saved
 from workers.environments.base import Prompt, RolloutContext, RolloutResult
+from workers.rpc.errors import HandlerError, RemoteError
 
 pytestmark = pytest.mark.anyio
 
@@ -148,6 +149,22 @@ async def test_cancelled_it_reports_nothing_and_its_rollouts_are_ended_with_the_
     assert rig.ledger.account == Account()
     aborted = [e for e in rig.log.events if isinstance(e, RolloutAborted)]  # type: ignore[attr-defined]
     assert {e.rollout_id for e in aborted} >= {"e000000.3.0", "e000000.3.1"}
+
+
+async def test_a_call_that_was_lost_is_made_again_and_what_it_staged_is_cleared(folder: Path):
+    rig = house(folder)
+
+    def lose(request: CallRequest) -> bool:
+        if request.attempt == 0 and request.rollout_id == "e000000.1.0":
+            raise RemoteError(HandlerError("staging_failed", "no answer, and yet staged", retryable=True).failure)
+        return False
+
+    rig.client.lose = lose
+    await evaluate(rig)
+    (report,) = rig.evaluations
+    assert report.rejected == 0
+    assert report.reward_mean == pytest.approx(1.0)
+    assert await rig.staged() == []
 
 
 async def test_a_failing_environment_ends_it_with_the_prompt_in_the_message(folder: Path):
