@@ -166,6 +166,8 @@ class FleetMonitor:
 
     def _trouble(self, member: Member, stats: EngineStats, *, undisturbed: bool) -> str:
         """What an answered probe says against it. `undisturbed`: no weights were loaded since it was asked."""
+        if undisturbed and not stats.serving:
+            return "its engine failed, and does not have the weights that it had"
         if undisturbed and stats.weight_version != member.version:
             return f"it serves weight version {stats.weight_version}, having acknowledged {member.version}"
         if member.failed_in_a_row >= self._config.failed_calls:
@@ -203,8 +205,9 @@ class FleetMonitor:
     async def _restart(self, member: Member, worker: ReplaceableWorker) -> None:
         """Put a new process in its place and have that take the weights; if that fails it is quarantined."""
         self.counts["restarted"] += 1
-        member.recover(f"restarting it: {member.why}")
-        with self._activities.doing(member.name, f"restarting: {member.why}"):
+        doing = f"restarting it: {member.why}"
+        member.recover(doing)
+        with self._activities.doing(member.name, doing):
             await worker.end()
             try:
                 await worker.start()

@@ -210,7 +210,7 @@ async def test_a_worker_that_dies_at_start_is_named(config: dict[str, Any], fold
     assert "Traceback" not in run.output
 
 
-@pytest.mark.parametrize("victim", ["generation-0", LONG("training"), LONG("storage")])
+@pytest.mark.parametrize("victim", ["training", LONG("storage")])
 async def test_a_process_that_is_killed_ends_the_run_by_name(config: dict[str, Any], folder: Path, victim: str) -> None:
     config = using(config, "Slow") | {"run": {"dir": "run", "steps": 100}}
     async with started(config, folder) as run:
@@ -226,9 +226,7 @@ async def test_a_process_that_is_killed_ends_the_run_by_name(config: dict[str, A
 
 def _is(pid: int, victim: str) -> bool:
     command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    wanted = {"generation-0": "workers.generation", "training": "workers.training", "storage": "dataplane.serve"}[
-        victim
-    ]
+    wanted = {"training": "workers.training", "storage": "dataplane.serve"}[victim]
     return wanted in command and (victim != "storage" or "storage" in command)
 
 

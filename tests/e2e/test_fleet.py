@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -72,3 +73,44 @@ async def test_a_killed_generation_worker_comes_back_with_current_weights(
     assert steps[-1]["fleet"]["restarted"] == 1
     assert all(step["staleness_max"] <= 1 for step in steps)
     assert "swept" not in run.output
+
+
+@pytest.mark.long
+async def test_a_frozen_generation_worker_is_taken_out_and_comes_back_when_it_thaws(
+    fleet_config: dict[str, Any], tmp_path: Path
+) -> None:
+    fleet_config["generation"] = {"workers": 2}
+    async with started(fleet_config, tmp_path) as run:
+        await run.until(r"step 2/12")
+        victim = generation_pids(run)[0]
+        os.kill(victim, signal.SIGSTOP)
+        await run.until(r"generation-\d is quarantined: 2 probes in a row without an answer")
+        await run.until(r"step 5/12")  # The other one plays on, and what the frozen one had is played there.
+        os.kill(victim, signal.SIGCONT)
+        await run.until(r"generation-\d is serving: it acknowledged weight version [1-9]")
+        assert await run.exit_code() == 0, run.output
+        await run.gone()
+        assert victim not in run.processes()
+    summary = run.summary()
+    assert conserved(summary), summary
+    assert (summary["steps"], summary["trained"], summary["dropped"]) == (12, 96, 0)
+    assert run.metrics()[-1]["fleet"]["restarted"] == 0
+
+
+@pytest.mark.long
+async def test_with_no_generation_worker_left_the_run_ends_and_says_why(
+    fleet_config: dict[str, Any], tmp_path: Path
+) -> None:
+    fleet_config["fleet"]["max_restarts"] = 0
+    async with started(fleet_config, tmp_path) as run:
+        await run.until(r"step 1/12")
+        os.kill(generation_pids(run)[0], signal.SIGKILL)
+        assert await run.exit_code() == 1, run.output
+        await run.gone()
+    summary = run.summary()
+    assert conserved(summary), summary
+    assert summary["status"] == "failed"
+    assert re.search(
+        r"0 of 1 generation workers are left, fleet.min_serving is 1. Given up were generation-0: .*SIGKILL",
+        summary["reason"],
+    )
