@@ -51,6 +51,7 @@ class Process:
     folder: Path
     silent: set[str] = field(default_factory=set)
     version: int = 0
+    alive: bool = True
     generating: int = 0
 
     @property
@@ -141,7 +142,7 @@ def small_config(folder: Path, **sections: Any) -> Config:
         "rollout": {"groups_per_step": 2, "group_size": 2, "max_staleness": 1},
         "token_capture": {"enabled": False},
         "watchdog": {"stall_after_s": 2.0},
-        "fleet": {"probe_every_s": 0.1},
+        "fleet": {"probe_every_s": 0.1, "probe_timeout_s": 0.2},
     }
     return msgspec.convert(document | sections, Config)
 

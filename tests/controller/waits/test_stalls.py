@@ -71,6 +71,10 @@ def wedged_engine(s: SmallRun) -> None:
     s.engine.silent.add("generate")
 
 
+def stopped_engine(s: SmallRun) -> None:
+    s.engine.silent |= {"generate", "load_weights", "stats"}
+
+
 def full_buffer(s: SmallRun) -> None:
     s.run._training._sampler.select = lambda view: None  # type: ignore[method-assign]
 
@@ -91,6 +95,7 @@ STALLS: dict[str, tuple[Callable[[], Any], Callable[[SmallRun], None], str]] = {
     "finalizers that died": (Plays, dead_finalizer, "finalizer: 4 groups wait to be finalized, and no finalizer works"),
     "a data plane that froze": (Plays, frozen_data_plane, "data plane: "),
     "an engine that answers probes and generates nothing": (Asks, wedged_engine, "generation-0: answers, with 8 calls"),
+    "an engine that was stopped": (Asks, stopped_engine, "generation workers: none serves (generation-0 "),
     "an environment that never returns": (Hangs, nothing, "environment: rollout g00000"),
     "a buffer full of what no step takes": (Plays, full_buffer, "replay buffer: full (4 ready)"),
     "a trainer that never answers": (Plays, silent_trainer, "training worker: train pump has been training step 0"),
