@@ -85,7 +85,7 @@ def engine_arguments(
     on_cpu: bool,
 ) -> dict[str, Any]:
     """All arguments of `AsyncEngineArgs`: the configuration's, this project's, and where both say nothing vLLM's own."""
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {"use_tqdm_on_load": False}
     if on_cpu:
         defaults["enforce_eager"] = True
         # vLLM's own 128 wastes half of the cache on conversations of a few hundred tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -26,6 +27,9 @@ def prepare_process(*, on_cpu: bool, gpus: tuple[int, ...]) -> None:
         values |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in values.items():
         os.environ.setdefault(name, value)
+    # Until vLLM has set up its loggers, they are the process's. And of a core's death the engine tells itself.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(i) for i in range(max(gpus) + 1)] if visible is None else visible.split(",")
