@@ -25,7 +25,7 @@ from dataplane import software
 from dataplane.codec import ROW_ID
 from dataplane.errors import DataPlaneDown, DataPlaneError
 from dataplane.queue_store import BatchMeta, QueueStore, open_client
-from dataplane.ragged import Batch, Ragged, schema_of
+from dataplane.ragged import Batch, schema_of
 from dataplane.spec import MooncakeSpec, PlaneSpec, ServerAddress
 from dataplane.store import NoAnswer, Vanished
 
@@ -86,7 +86,7 @@ class MooncakeStore(QueueStore):
 
     async def write(self, meta: BatchMeta, batch: Batch) -> None:
         for name, column in batch.items():
-            codes = await self._blocking(self._put, _names(meta, name), column.values, column.bounds)
+            codes = await self._blocking(self._put, _names(meta, name), *column.joined())
             _raise_for(codes, "put")
         # Beside its identity each row says which columns it has: `erase` must name every object.
         belongings = {index: {ROW_ID: sorted(batch)} for index in meta.global_indexes}
@@ -97,13 +97,14 @@ class MooncakeStore(QueueStore):
     async def read(self, meta: BatchMeta, columns: Sequence[str]) -> dict[str, list[torch.Tensor]]:
         found: dict[str, list[torch.Tensor]] = {}
         for name in columns:
-            schema = meta.field_schema[name]
-            lengths: list[int] = [int(shape[0]) for shape in schema["per_sample_shapes"]]
+            lengths = [int(shape[0]) for shape in cast("list[Any]", meta.get_shapes(name))]
             bounds = [0, *accumulate(lengths)]
-            values = torch.empty(bounds[-1], dtype=schema["dtype"])
+            values = torch.empty(bounds[-1], dtype=meta.field_schema[name]["dtype"])
             codes = await self._blocking(self._get, _names(meta, name), values, bounds)
             _raise_for(codes, "get")
-            found[name] = Ragged(values, bounds).rows()
+            if codes != [length * values.element_size() for length in lengths]:
+                raise DataPlaneError(f"column {name!r} was not stored with the lengths that TransferQueue knows")
+            found[name] = list(cast("Any", values).split(lengths))
         return found
 
     async def erase(self, meta: BatchMeta) -> None:

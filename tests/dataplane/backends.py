@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
+from dataplane import software
 from dataplane.servers import LocalServers, Servers, start_servers
 from dataplane.spec import ServerAddress
 from dataplane.topology import TRANSFER_QUEUE, MooncakeSettings, Topology
@@ -32,4 +35,12 @@ class BareServers(LocalServers):
         return await super().launch(name, bare, arguments)
 
 
-BACKENDS = [Backend("simple")]
+_problem = software.mooncake_problem()
+BACKENDS = [
+    pytest.param(Backend("simple"), id="simple"),
+    pytest.param(
+        Backend("mooncake", MooncakeSettings(memory_mb=256)),
+        id="mooncake",
+        marks=pytest.mark.skipif(_problem is not None, reason=_problem or ""),
+    ),
+]

@@ -11,10 +11,10 @@ import anyio
 import msgspec
 import torch
 
+from dataplane.conformance.cases import row
 from dataplane.errors import RowExists, RowGone
 from dataplane.plane import DataPlane
 from dataplane.spec import PlaneSpec, connect
-from tests.dataplane.conformance import row
 
 CALLS = 500
 AT_ONCE = 4

@@ -23,7 +23,7 @@ def portal() -> Generator[BlockingPortal]:
         yield portal
 
 
-@pytest.fixture(scope="session", params=BACKENDS, ids=lambda backend: backend.name)
+@pytest.fixture(scope="session", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
     return request.param
 

@@ -14,8 +14,8 @@ import anyio
 import numpy as np
 import torch
 
+from dataplane.conformance.cases import row
 from dataplane.servers import Servers
-from tests.dataplane.conformance import row
 from tests.dataplane.faults import frozen, running_loop
 from tests.dataplane.parties import Party, Stop, quietly, stopped
 

@@ -9,12 +9,12 @@ import anyio
 import msgspec
 import pytest
 
+from dataplane.conformance.cases import row, values
 from dataplane.errors import DataPlaneTimeout
 from dataplane.servers import Servers
 from dataplane.spec import PlaneSpec
 from dataplane.transferqueue import TransferQueuePlane
 from tests.dataplane.cancelling import cancel_at_random
-from tests.dataplane.conformance import row, values
 from tests.dataplane.faults import frozen, running_loop
 
 pytestmark = pytest.mark.anyio

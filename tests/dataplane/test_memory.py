@@ -13,9 +13,9 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import interface
 
+from dataplane.conformance.cases import row
 from dataplane.servers import Servers
 from dataplane.transferqueue import TransferQueuePlane
-from tests.dataplane.conformance import row
 from tests.dataplane.parties import bare
 
 pytestmark = pytest.mark.anyio

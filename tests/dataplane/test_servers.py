@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from dataplane.conformance.cases import row
 from dataplane.errors import DataPlaneDown
 from dataplane.servers import start_servers
 from dataplane.spec import PlaneSpec, connect
-from tests.dataplane.conformance import row
 from tests.dataplane.faults import alive, gone
 
 pytestmark = pytest.mark.anyio

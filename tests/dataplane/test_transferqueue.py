@@ -15,11 +15,11 @@ import pytest
 import ray
 
 from dataplane.codec import pack
+from dataplane.conformance.cases import row, values
 from dataplane.errors import DataPlaneDown, DataPlaneError, RowExists, RowGone, RowMismatch
 from dataplane.simple_store import SimpleStore
 from dataplane.spec import PlaneSpec, connect
 from dataplane.transferqueue import TransferQueuePlane
-from tests.dataplane.conformance import row, values
 
 pytestmark = pytest.mark.anyio
 
@@ -128,7 +128,7 @@ async def test_another_process_attaches_with_the_spec_as_json(
     script = """
 import sys, anyio, msgspec
 from dataplane.spec import PlaneSpec, connect
-from tests.dataplane.conformance import row, values
+from dataplane.conformance.cases import row, values
 
 async def main(spec, partition):
     plane = await connect(spec)

@@ -1,6 +1,6 @@
-"""What every DataPlane must do. To check one of your own, run each of CASES with it and a partition that is empty.
+"""What every DataPlane must do while its servers are well: run each of CASES with a plane and a partition that is empty.
 
-The cases use the plane from one event loop and nothing but the protocol. They leave rows behind.
+The cases use the plane from one event loop and nothing but the protocol. They leave rows behind, and the last one closes it.
 """
 
 from __future__ import annotations
