@@ -134,6 +134,27 @@ async def test_a_call_stages_what_the_engine_sampled(rig: Rig, model_dir: Path) 
     assert (await rig.verified([reply])).loss_tokens == n
 
 
+async def test_a_second_attempt_of_a_call_whose_answer_was_lost_stages_the_same_tokens_under_the_same_key(
+    rig: Rig,
+) -> None:
+    lost = await rig.capture.answer(rig.request(user("hi")))
+    again = msgspec.structs.replace(rig.request(user("hi")), attempt=1)
+    reply = await Capture(rig.engine, rig.renderer, rig.plane).answer(again)
+    assert reply.coords == lost.coords
+    assert await rig.plane.keys(STAGING) == [reply.coords.staging_key]
+    await rig.verified([reply])
+
+
+async def test_a_lost_attempt_that_still_runs_in_the_engine_does_not_stand_in_the_way_of_the_next(rig: Rig) -> None:
+    request = rig.request(user("hi"), max_tokens=200)
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(rig.capture.answer, request)
+        await anyio.wait_all_tasks_blocked()
+        reply = await rig.capture.answer(msgspec.structs.replace(request, attempt=1, sampling=Sampling(max_tokens=3)))
+        tg.cancel_scope.cancel()
+    assert reply.completion_tokens <= 3
+
+
 async def test_later_turns_keep_the_exact_tokens_with_and_without_a_cache(rig: Rig) -> None:
     """Every worker continues alike: one that holds the prefix, and one that has to read it from the data plane."""
     messages, chain, odd = [user("hi")], list[CallReply](), 0
