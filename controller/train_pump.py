@@ -6,8 +6,9 @@ cleared before anything can cancel that. A cancellation before `finish_step` lea
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -25,6 +26,7 @@ from controller.run_state import RunState
 from controller.samplers import Sampler
 from controller.waiting import BUFFER, EVALUATION, PLANE, SYNC, TRAIN_PUMP, TRAINER, Activities
 from controller.weight_sync import WeightSync
+from dataplane.errors import DataPlaneTimeout
 from dataplane.plane import DataPlane
 from dataplane.schema import TRAIN
 from ledger.ledger import Ledger
@@ -51,6 +53,8 @@ _WAITS_FOR = {
     "evaluate": EVALUATION,
     "checkpoint": TRAINER,
 }
+
+logger = logging.getLogger(__name__)
 
 Samples = Sequence[tuple[GroupEntry, TrainSample, float]]
 """(group, sample, advantage) of each valid sample of a step."""
@@ -112,6 +116,7 @@ class TrainPump:
         self._after_step = after_step
         self._on_phase = on_phase
         self._activities = activities
+        self._to_clear: set[str] = set()
 
     async def run(self) -> None:
         """Train until the last step, or until no group can come any more."""
@@ -135,7 +140,7 @@ class TrainPump:
             for entry in entries:
                 self._buffer.evict(entry.group_id)
                 await self._ledger.evicted(entry.group_id)
-            await self._plane.clear(TRAIN, [key for e in entries for s in e.samples for key in s.keys])
+            await self._clear(key for e in entries for s in e.samples for key in s.keys)
 
     async def _next_groups(self) -> list[GroupEntry]:
         """A step's groups. What becomes ready too late is evicted at once: it would keep others from being dispatched."""
@@ -162,7 +167,7 @@ class TrainPump:
                 with self._phase("clear", f"clearing the rows of step {done.step}", phases):
                     for entry in groups:
                         await self._ledger.trained(entry.group_id, step=done.step)
-                    await self._plane.clear(TRAIN, keys)
+                    await self._clear(keys)
             if self._state.step < self._state.last_step or self._evaluator.due(last=True):
                 with self._phase("weight_sync", f"synchronising weights after step {done.step}", phases):
                     await self._weight_sync.sync(self._state.step)
@@ -172,6 +177,17 @@ class TrainPump:
         assert done.trainer is not None
         self._agreement.check(done.step, done.trainer)
         await self._after_step()
+
+    async def _clear(self, keys: Iterable[str]) -> None:
+        """Rows that are needed no more. What is not cleared in time is cleared with the next ones, or swept in the end."""
+        self._to_clear.update(keys)
+        wanted = tuple(self._to_clear)
+        try:
+            await self._plane.clear(TRAIN, wanted)
+        except DataPlaneTimeout as e:
+            logger.warning("%d trained or evicted rows are not cleared yet: %s", len(wanted), e)
+        else:
+            self._to_clear.difference_update(wanted)
 
     async def _checkpoint_when_due(self, phases: dict[str, float]) -> None:
         """Between two steps, when the last one has been reported. The run's end saves the state after the last step."""
