@@ -1,6 +1,6 @@
 """The agreement monitor: trainer and engines must give a token about the same probability, or what is trained is noise.
 
-A step whose mean difference is above a threshold raises an alarm; so many alarms in a row can end the run.
+A step whose mean difference is above a threshold raises an alarm; a number of alarms in a row can end the run.
 """
 
 from __future__ import annotations
@@ -23,33 +23,37 @@ class AgreementMonitor:
 
     def check(self, step: int, metrics: StepMetrics) -> None:
         """Judge what the trainer measured in step `step` (0-based). Raises Disagreement when it is time to end the run."""
-        limit = self._config.max_difference
-        # Written so that NaN is an alarm: it compares false with everything.
-        if limit is None or metrics.agreement.difference_mean <= limit:
+        fresh = metrics.agreement_by_age.get(0)
+        if _above(fresh, self._config.max_fresh_difference):
+            text = f"agreement.max_fresh_difference {self._config.max_fresh_difference:g} ({_ages(metrics)}). {_FAULT}"
+        elif _above(metrics.agreement, self._config.max_difference):
+            text = f"agreement.max_difference {self._config.max_difference:g} ({_ages(metrics)}). {_DRIFT}"
+        else:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        text = _alarm(step, metrics, limit)
+        text = f"step {step + 1}: the trainer's logprobs differ from the engines' by more than {text}"
         if self._config.abort_after is not None and self._in_a_row >= self._config.abort_after:
             raise Disagreement(f"{text} ({self._in_a_row} steps in a row; agreement.abort_after is the limit)")
         self._warn(text)
 
 
-def _alarm(step: int, metrics: StepMetrics, limit: float) -> str:
-    by_age = metrics.agreement_by_age
-    ages = ", ".join(f"{a.difference_mean:.3g} on {a.tokens} tokens of age {age}" for age, a in sorted(by_age.items()))
-    fresh = by_age.get(0)
-    if fresh is not None and not fresh.difference_mean <= limit:
-        why = (
-            "Tokens of age 0 were sampled with the trainer's own weights: engine and trainer compute different "
-            "distributions (another dtype, a sampling parameter, weights that were not loaded)"
-        )
-    else:
-        why = "Ages count the steps since a token's weights: the policy may move fast; lower the rate or max_staleness"
-    return (
-        f"step {step + 1}: the trainer's logprobs differ from the engines' by {metrics.agreement.difference_mean:.3g} nats "
-        f"a token, more than agreement.max_difference {limit:g} ({ages}). {why}"
-    )
+_FAULT = (
+    "Tokens of age 0 were sampled with the trainer's own weights: engine and trainer compute different distributions "
+    "(another dtype, a sampling parameter, weights that were not loaded)"
+)
+_DRIFT = "Ages count the steps since a token's weights: the policy may move fast; lower the rate or max_staleness"
+
+
+def _above(agreement: Agreement | None, limit: float | None) -> bool:
+    # Written so that NaN is above: it compares false with everything.
+    return agreement is not None and limit is not None and not agreement.difference_mean <= limit
+
+
+def _ages(metrics: StepMetrics) -> str:
+    by_age = sorted(metrics.agreement_by_age.items())
+    ages = [f"{a.difference_mean:.3g} on {a.tokens} tokens of age {age}" for age, a in by_age]
+    return f"mean difference {metrics.agreement.difference_mean:.3g} nats: {', '.join(ages)}"
 
 
 def flattened(metrics: StepMetrics) -> dict[str, float]:

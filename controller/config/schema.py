@@ -163,8 +163,11 @@ class AgreementConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Every step measures how far the trainer's logprobs of its tokens are from the engines'; this is when it is too far."""
 
     max_difference: Positive | None = 0.5
-    """Alarm above this mean of |log p(trainer) - log p(engine)| over a step's tokens, in nats; null never alarms. bfloat16
-    alone gives 0.01 to 0.05; a policy that moves fast adds to it."""
+    """Alarm above this mean of |log p(trainer) - log p(engine)| over a step's tokens, in nats; null never alarms. It holds
+    how far the policy moved within the staleness."""
+    max_fresh_difference: Positive | None = 0.1
+    """Likewise over the tokens that were sampled with the trainer's own weights, where only numerics differ: some 1e-7 in
+    float32, 0.02 to 0.05 in bfloat16."""
     abort_after: PositiveInt | None = None
     """Alarms in as many steps, one after another, that end the run; null only warns."""
 

@@ -39,19 +39,21 @@ def metrics(mean: float, **by_age: float) -> StepMetrics:
 
 def test_it_warns_above_the_threshold_and_names_each_age():
     warnings: list[str] = []
-    monitor = AgreementMonitor(AgreementConfig(max_difference=0.5), warn=warnings.append)
-    monitor.check(0, metrics(0.5, a0=0.5))
+    monitor = AgreementMonitor(AgreementConfig(max_difference=0.5, max_fresh_difference=0.1), warn=warnings.append)
+    monitor.check(0, metrics(0.5, a0=0.1, a1=0.9))
     assert warnings == []
-    monitor.check(4, metrics(0.7, a0=0.6, a1=0.8))
+    monitor.check(4, metrics(0.45, a0=0.2, a1=0.7))
     monitor.check(5, metrics(0.7, a0=0.01, a1=1.4))
     monitor.check(6, metrics(math.nan))
     fault, drift, not_finite = warnings
-    assert "step 5: " in fault
-    assert "by 0.7 nats a token, more than agreement.max_difference 0.5" in fault
-    assert "0.6 on 10 tokens of age 0, 0.8 on 10 tokens of age 1" in fault
+    assert fault.startswith(
+        "step 5: the trainer's logprobs differ from the engines' by more than agreement.max_fresh_difference 0.1 "
+        "(mean difference 0.45 nats: 0.2 on 10 tokens of age 0, 0.7 on 10 tokens of age 1)"
+    )
     assert "weights that were not loaded" in fault
+    assert "by more than agreement.max_difference 0.5 (mean difference 0.7 nats" in drift
     assert "the policy may move fast" in drift
-    assert "nan" in not_finite
+    assert "mean difference nan" in not_finite
 
 
 def test_alarms_end_the_run_only_in_a_row_and_only_where_asked_to():
@@ -61,7 +63,8 @@ def test_alarms_end_the_run_only_in_a_row_and_only_where_asked_to():
         monitor.check(step, metrics(mean, a0=mean))
     with pytest.raises(Disagreement, match=r"step 4: .*2 steps in a row; agreement\.abort_after"):
         monitor.check(3, metrics(0.9, a0=0.9))
-    for patient in (AgreementConfig(max_difference=0.5), AgreementConfig(max_difference=None, abort_after=1)):
+    never = AgreementConfig(max_difference=None, max_fresh_difference=None, abort_after=1)
+    for patient in (AgreementConfig(max_difference=0.5), never):
         monitor = AgreementMonitor(patient, warn=warnings.append)
         for step in range(20):
             monitor.check(step, metrics(0.9))

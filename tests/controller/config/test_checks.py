@@ -185,7 +185,9 @@ class DiskUsage(NamedTuple):
 
 
 def test_too_little_space_is_said_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: DiskUsage(free=95))  # two versions of 12 parameters in float32 take 96 bytes
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: DiskUsage(free=95)
+    )  # two versions of 12 parameters in float32 take 96 bytes
     found = findings(tmp_path)
     assert [p.path for p in found.problems] == ["weight_sync.dir"]
     assert [p.path for p in found.warnings] == ["run.dir"]
