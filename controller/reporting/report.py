@@ -185,6 +185,13 @@ def _phases(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
 def _throughput(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
     _curve(axes, steps, _series(reports, lambda r: r.tokens_per_s), _GREEN)
     axes.set_ylim(bottom=0)
+    taken_out = np.diff(np.nan_to_num(_series(reports, lambda r: r.fleet.get("quarantined"))), prepend=0.0) > 0
+    for index, step in enumerate(steps[taken_out]):
+        label = None if index else "a generation worker was taken out"
+        axes.axvline(step, color=_RED, linewidth=1, linestyle=":", label=label)
+    if taken_out.any():
+        _headroom(axes)
+        axes.legend(loc="upper left")
     axes.set_title("Trained tokens per second")
 
 

@@ -52,6 +52,15 @@ def test_the_report_shows_each_curve_under_the_run_s_name(tmp_path, monkeypatch)
     assert "not finite" not in text
 
 
+def test_the_report_marks_the_steps_in_which_a_generation_worker_was_taken_out(tmp_path, monkeypatch):
+    counts = [0.0, 0.0, 1.0, 1.0, 3.0]
+    marked = [step_report(i + 1, fleet={"quarantined": n}) for i, n in enumerate(counts)]
+    write_metrics(tmp_path / "marked", marked)
+    assert "a generation worker was taken out" in drawn_texts(monkeypatch, tmp_path / "marked")
+    write_metrics(tmp_path / "calm", [step_report(step) for step in range(1, 6)])
+    assert "was taken out" not in drawn_texts(monkeypatch, tmp_path / "calm")
+
+
 def test_numbers_that_are_missing_or_not_finite_leave_gaps(tmp_path, monkeypatch):
     bare = step_report(2, trainer={}, phases={}, reward_mean=None, reward_std=None, tokens_per_s=None)
     diverged = step_report(3, trainer={"loss": float("nan"), "grad_norm": float("inf")})
