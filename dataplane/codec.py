@@ -26,8 +26,8 @@ def pack(partition: str, rows: Mapping[str, Row]) -> Batch:
     """A batch with one row per key, in their order, and the row identities. The rows must have passed `check_rows`."""
     names = next(iter(rows.values()))
     own = [identity(name) for name in names]
-    return {name: Ragged.joined([row[name] for row in rows.values()]) for name in names} | {
-        ROW_ID: Ragged.joined([np.array([identity(partition, key), *own]) for key in rows])
+    return {name: Ragged.of([row[name] for row in rows.values()]) for name in names} | {
+        ROW_ID: Ragged.of([np.array([identity(partition, key), *own]) for key in rows])
     }
 
 

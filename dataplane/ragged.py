@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, TypeAlias, cast
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,23 +15,24 @@ from dataplane.plane import Column
 
 @dataclass(frozen=True)
 class Ragged:
-    """The values of all rows behind each other, and where each row begins; the last bound is the end."""
-
-    values: torch.Tensor
-    bounds: Sequence[int]
+    rows: Sequence[torch.Tensor]
 
     @classmethod
-    def joined(cls, arrays: Sequence[Column]) -> Ragged:
-        """A copy of the arrays."""
-        return cls(torch.from_numpy(np.concatenate(arrays)), [0, *accumulate(map(len, arrays))])
+    def of(cls, arrays: Sequence[Column]) -> Ragged:
+        """Views of the arrays; copies of those that torch cannot view."""
+        return cls([torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in arrays])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows[0].dtype
 
     @property
     def lengths(self) -> list[int]:
-        return [end - begin for begin, end in pairwise(self.bounds)]
+        return [len(row) for row in self.rows]
 
-    def rows(self) -> list[torch.Tensor]:
-        """One view for each row."""
-        return list(cast("Any", self.values).split(self.lengths))
+    def joined(self) -> tuple[torch.Tensor, list[int]]:
+        """A copy of the rows, one behind the other, and where each begins; the last bound is the end."""
+        return torch.cat(list(self.rows)), [0, *accumulate(self.lengths)]
 
 
 Batch: TypeAlias = Mapping[str, Ragged]
@@ -42,8 +43,8 @@ def schema_of(batch: Batch) -> dict[str, dict[str, Any]]:
     """What TransferQueue's controller is told of a batch: what its `extract_field_schema` says of jagged tensors."""
     return {
         name: {
-            "dtype": column.values.dtype,
-            "shape": torch.Size([column.bounds[1]]),
+            "dtype": column.dtype,
+            "shape": column.rows[0].shape,
             "is_nested": True,
             "is_non_tensor": False,
             "per_sample_shapes": [(length,) for length in column.lengths],

@@ -118,10 +118,9 @@ class RowStore:
         """TransferQueue calls a put done that its controller refused, or never heard of. What counts is what it says now."""
         meta = await self._store.find(partition, keys)
         for name, column in batch.items():
-            dtype = column.values.dtype
-            stored = meta.field_schema.get(name, {}).get("dtype", dtype)
-            if stored != dtype:
-                raise BadRow(dtype_problem(name, _plain(stored), _plain(dtype)), partition=partition, keys=keys)
+            stored = meta.field_schema.get(name, {}).get("dtype", column.dtype)
+            if stored != column.dtype:
+                raise BadRow(dtype_problem(name, _plain(stored), _plain(column.dtype)), partition=partition, keys=keys)
         if meta.size != len(keys) or not set(batch) <= set(meta.field_names):
             raise DataPlaneError(f"put on partition {partition!r}: TransferQueue did not make the rows readable")
 

@@ -42,10 +42,8 @@ class SimpleStore(QueueStore):
         return store
 
     async def write(self, meta: BatchMeta, batch: Batch) -> None:
-        rows = {name: column.rows() for name, column in batch.items()}
-
         async def send(unit: str, group: RoutingGroup) -> None:
-            part = {name: [column[i] for i in group.batch_positions] for name, column in rows.items()}
+            part = {name: [column.rows[i] for i in group.batch_positions] for name, column in batch.items()}
             await self._ask(unit, "_put_to_single_storage_unit", group.global_indexes, part)
 
         await self._on_units(meta, send)
