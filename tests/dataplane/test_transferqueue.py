@@ -17,9 +17,9 @@ import ray
 from dataplane.codec import pack
 from dataplane.conformance.cases import row, values
 from dataplane.errors import DataPlaneDown, DataPlaneError, RowExists, RowGone, RowMismatch
-from dataplane.simple_store import SimpleStore
 from dataplane.spec import PlaneSpec, connect
-from dataplane.transferqueue import TransferQueuePlane
+from dataplane.store import Store
+from dataplane.transferqueue import TransferQueuePlane, _connect_store
 
 pytestmark = pytest.mark.anyio
 
@@ -27,14 +27,12 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def store(spec: PlaneSpec) -> Any:
     """Another client, without the plane's guards."""
-    store = await SimpleStore.connect(spec)
+    store = await _connect_store(spec)
     yield store
     store.close()
 
 
-async def test_another_keys_row_is_never_returned(
-    store: SimpleStore, plane: TransferQueuePlane, partition: str
-) -> None:
+async def test_another_keys_row_is_never_returned(store: Store, plane: TransferQueuePlane, partition: str) -> None:
     await plane.put(partition, {"a": row(1)})
     meta = await store.find(partition, ["a"])
     await store.write(meta, pack(partition, {"b": row(2)}))  # as a late request for a recycled row number does
@@ -44,7 +42,7 @@ async def test_another_keys_row_is_never_returned(
 
 
 async def test_a_released_row_number_is_not_used_again_soon(
-    store: SimpleStore, plane: TransferQueuePlane, partition: str
+    store: Store, plane: TransferQueuePlane, partition: str
 ) -> None:
     [released] = (await store.create(partition, ["old"])).global_indexes
     meta = await store.find(partition, ["old"])
@@ -58,7 +56,7 @@ async def test_a_released_row_number_is_not_used_again_soon(
 
 
 async def test_a_key_occupied_by_a_crashed_put_is_listed_and_can_be_freed(
-    store: SimpleStore, plane: TransferQueuePlane, partition: str
+    store: Store, plane: TransferQueuePlane, partition: str
 ) -> None:
     await plane.put(partition, {"whole": row(1)})
     await store.create(partition, ["half"])
