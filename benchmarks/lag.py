@@ -1,4 +1,4 @@
-"""How long the event loop keeps a task waiting that is ready to run: the largest delay seen, beyond the time asked for."""
+"""How long the event loop keeps a task waiting that is ready to run: the delays seen, beyond the time asked for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ TICK_S = 0.001
 
 
 class LoopLag:
-    """The largest delay while any of its `watched` bodies ran."""
+    """The delays while any of its `watched` bodies ran, in milliseconds."""
 
     def __init__(self) -> None:
-        self.max_ms = 0.0
+        self.seen_ms: list[float] = []
+
+    @property
+    def max_ms(self) -> float:
+        return max(self.seen_ms, default=0.0)
+
+    def quantile_ms(self, share: float) -> float:
+        ordered = sorted(self.seen_ms)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
     @asynccontextmanager
     async def watched(self) -> AsyncGenerator[None]:
@@ -31,4 +39,4 @@ class LoopLag:
         while True:
             asleep = time.perf_counter()
             await anyio.sleep(TICK_S)
-            self.max_ms = max(self.max_ms, (time.perf_counter() - asleep - TICK_S) * 1000)
+            self.seen_ms.append((time.perf_counter() - asleep - TICK_S) * 1000)
