@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import anyio.to_thread
 from msgspec import Meta, Struct
 
-from dataplane.plane import DataPlane
-
 if TYPE_CHECKING:
+    from dataplane.plane import DataPlane
     from dataplane.transferqueue import TransferQueuePlane
 
 
