@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from ledger.reasons import Reason
-from ledger.receipts import Receipt
 from workers.environments.base import Prompt, Tokens
+
+if TYPE_CHECKING:  # It brings numpy, for which a check of a configuration has no use.
+    from ledger.receipts import Receipt
 
 
 class PlayedRollout(Struct, frozen=True, kw_only=True):
