@@ -82,9 +82,9 @@ async def callers_that_leave(client: RpcClient, plane: DataPlane) -> None:
 
 
 async def new_weights(client: RpcClient, files: Path) -> None:
-    assert (await client.call(api.LOAD_WEIGHTS, api.LoadWeights(path=str(files / "good"), version=4))).version == 4
+    assert (await client.call(api.LOAD_WEIGHTS, api.LoadWeights(address=str(files / "good"), version=4))).version == 4
     with pytest.raises(RemoteError, match=r"bad_weights.*not in the model lm_head\.weight"):
-        await client.call(api.LOAD_WEIGHTS, api.LoadWeights(path=str(files / "bad"), version=5))
+        await client.call(api.LOAD_WEIGHTS, api.LoadWeights(address=str(files / "bad"), version=5))
     (files / "good").unlink()
 
 

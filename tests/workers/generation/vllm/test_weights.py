@@ -57,11 +57,17 @@ def matches(model: Any, results: list[tuple[list[int], Generation]]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("arch", "overrides"),
-    [("llama", {}), ("qwen2", UNTIED), ("qwen3_moe", MOE)],
-    ids=["tied", "untied", "experts"],
+    ("arch", "overrides", "arguments"),
+    [
+        pytest.param("llama", {}, {}, id="tied"),
+        pytest.param("qwen2", UNTIED, {}, id="untied"),
+        pytest.param("qwen3_moe", MOE, {}, id="experts"),
+        pytest.param("llama", {}, {"tensor_parallel_size": 2}, id="two processes", marks=pytest.mark.long),
+    ],
 )
-async def test_weights_change_under_running_requests(tmp_path: Path, arch: str, overrides: dict[str, Any]) -> None:
+async def test_weights_change_under_running_requests(
+    tmp_path: Path, arch: str, overrides: dict[str, Any], arguments: dict[str, Any]
+) -> None:
     path = tiny_model(tmp_path / "model", arch=arch, seed=1, **HEAD, **overrides)
     models = {0: load(path)}
     for version, seed in ((7, 2), (9, 3)):
@@ -70,7 +76,7 @@ async def test_weights_change_under_running_requests(tmp_path: Path, arch: str, 
     asked = [(p, Sampling(max_tokens=400, seed=i, temperature=(1, 0.7)[i % 2])) for i, p in enumerate(prompts(16))]
     results: list[Generation] = []
 
-    async with running_vllm(path) as engine:
+    async with running_vllm(path, vllm=arguments) as engine:
 
         async def run() -> None:
             results.extend(await generate_all(engine, asked))
