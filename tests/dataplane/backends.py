@@ -35,12 +35,14 @@ class BareServers(LocalServers):
         return await super().launch(name, bare, arguments)
 
 
+SIMPLE = pytest.param(Backend("simple"), id="simple")
 _problem = software.mooncake_problem()
-BACKENDS = [
-    pytest.param(Backend("simple"), id="simple"),
-    pytest.param(
-        Backend("mooncake", MooncakeSettings(memory_mb=256)),
-        id="mooncake",
-        marks=pytest.mark.skipif(_problem is not None, reason=_problem or ""),
-    ),
-]
+MOONCAKE = pytest.param(
+    Backend("mooncake", MooncakeSettings(memory_mb=256)),
+    id="mooncake",
+    marks=pytest.mark.skipif(_problem is not None, reason=_problem or ""),
+)
+BACKENDS = [SIMPLE]
+"""What a test runs on that does not say otherwise."""
+
+on_each_backend = pytest.mark.parametrize("backend", [SIMPLE, MOONCAKE], indirect=True, scope="session")

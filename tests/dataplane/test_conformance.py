@@ -12,6 +12,7 @@ from dataplane.conformance.faults import FAULTS, Fault
 from dataplane.memory import MemoryPlane
 from dataplane.servers import Servers
 from dataplane.transferqueue import TransferQueuePlane
+from tests.dataplane.backends import on_each_backend
 from tests.dataplane.faults import frozen
 
 pytestmark = pytest.mark.anyio
@@ -24,11 +25,13 @@ async def test_of_the_memory_plane(case: Case, partition: str) -> None:
     await case(MemoryPlane(), partition)
 
 
+@on_each_backend
 @each_case
 async def test_of_the_transferqueue_plane(case: Case, plane: TransferQueuePlane, partition: str) -> None:
     await case(plane, partition)
 
 
+@on_each_backend
 @each_fault
 async def test_of_the_transferqueue_plane_when_a_server_stands_still(
     fault: Fault, servers: Servers, plane: TransferQueuePlane, partition: str

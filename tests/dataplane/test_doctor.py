@@ -13,6 +13,7 @@ import pytest
 from dataplane.__main__ import main
 from dataplane.servers import LocalServers
 from dataplane.spec import PlaneSpec
+from tests.dataplane.backends import on_each_backend
 from tests.dataplane.faults import frozen
 
 
@@ -28,6 +29,7 @@ def wrong(spec: PlaneSpec, capsys: pytest.CaptureFixture[str], *arguments: str) 
     return problem
 
 
+@on_each_backend
 def test_a_plane_that_is_well(spec: PlaneSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "dataplane.json"
     file.write_bytes(msgspec.json.encode(spec))
