@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from controller.checkpoint import LATEST, ControllerState, latest, read_state
-from controller.config.schema import RunConfig
+from controller.config.schema import EvaluationConfig, RunConfig
 from controller.locks import try_lock
+from controller.reporting.metrics_log import read_evaluations
 from ledger.segments import FOLDER as LEDGER
 
 Resume: TypeAlias = Literal["auto", "never"] | Path
@@ -24,11 +25,13 @@ class RunDirError(Exception):
 
 
 @contextmanager
-def open_run_dir(config: RunConfig, resume: Resume) -> Generator[tuple[Path, Path | None]]:
+def open_run_dir(
+    config: RunConfig, resume: Resume, evaluation: EvaluationConfig | None = None
+) -> Generator[tuple[Path, Path | None]]:
     """The run's folder, locked while inside, and the checkpoint to continue from (None: start anew).
 
     Blocking (file I/O). When a run starts anew where an older one left files, the old folder is renamed to `<dir>.<n>`.
-    Raises RunDirError, CheckpointError.
+    A finished run is opened again only where its last `evaluation` is missing. Raises RunDirError, CheckpointError.
     """
     folder = Path(config.dir)
     try:
@@ -37,7 +40,9 @@ def open_run_dir(config: RunConfig, resume: Resume) -> Generator[tuple[Path, Pat
         raise RunDirError(f"run.dir: {folder} cannot be used: {e}") from e
     with _lock(folder):
         if checkpoint is not None:
-            _check(config, checkpoint, read_state(checkpoint))
+            state = read_state(checkpoint)
+            evaluates = evaluation is not None and evaluation.questions is not None
+            _check(config, checkpoint, state, left_to_do=evaluates and not _is_evaluated(folder, state.step))
         yield folder, checkpoint
 
 
@@ -65,17 +70,21 @@ def _checkpoint(folder: Path, resume: Resume) -> Path | None:
             return path
 
 
-def _check(config: RunConfig, checkpoint: Path, state: ControllerState) -> None:
+def _check(config: RunConfig, checkpoint: Path, state: ControllerState, *, left_to_do: bool) -> None:
     if state.seed != config.seed:
         raise RunDirError(
             f"run.seed is {config.seed}, but {checkpoint} was written with seed {state.seed}: its prompts would come in "
             f"another order. Set run.seed: {state.seed}, or use --resume never to start anew"
         )
-    if state.step >= config.steps:
+    if state.step > config.steps or (state.step == config.steps and not left_to_do):
         raise RunDirError(
             f"the run in {config.dir} is finished: {checkpoint} is of step {state.step}, and run.steps is {config.steps}. "
             "Set run.steps higher to train on, or use --resume never to start anew (the old folder is renamed)"
         )
+
+
+def _is_evaluated(folder: Path, step: int) -> bool:
+    return any(report.step == step for report in read_evaluations(folder))
 
 
 def _move_aside(folder: Path) -> None:

@@ -42,6 +42,12 @@ async def test_an_interrupted_run_makes_no_evaluation_twice_and_leaves_none_out(
     assert re.search(r"^ {2}held out +\S+ \+-\S+ -> \S+ \+-\S+ ", run.output, re.MULTILINE)
     assert [step["step"] for step in run.metrics()] == [1, 2, 3, 4]
     assert "evaluate" in run.metrics()[0]["phases"]
+    lines = (run.run_dir / "evaluations.jsonl").read_bytes().splitlines(keepends=True)
+    (run.run_dir / "evaluations.jsonl").write_bytes(b"".join(lines[:-1]))  # As if it had been killed in the last one.
+    run = await finished(config, tmp_path)
+    assert [e["step"] for e in evaluations(run.run_dir)] == [0, 2, 4]
+    assert (run.summary()["status"], run.summary()["dispatched"]) == ("finished", summary["dispatched"])
+    assert "is finished" in (await finished(config, tmp_path, code=2)).output
     assert run.metrics()[0]["agreement"]["age_0_difference_max"] < 1e-4
     assert run.metrics()[3]["agreement"]["age_1_difference_mean"] > 0
 
