@@ -181,9 +181,8 @@ class Controller:
             raise ConfigError(findings.problems)
         # Before the folder: a mistake in it must not move an older run aside.
         environment, prompts, held_out = await anyio.to_thread.run_sync(self._make_environment, abandon_on_cancel=True)
-        self._run_dir, checkpoint = await stack.enter_async_context(
-            in_thread(open_run_dir(config.run, self._resume, config.evaluation))
-        )
+        run_dir = open_run_dir(config.run, self._resume, config.evaluation)
+        self._run_dir, checkpoint = await stack.enter_async_context(in_thread(run_dir))
         resumed = None if checkpoint is None else await anyio.to_thread.run_sync(read_state, checkpoint)
         await anyio.to_thread.run_sync(_write_config, self._run_dir, config)
         listener = await stack.enter_async_context(open_listener(config.gate))
