@@ -90,6 +90,8 @@ class RayLauncher:
                 resources={settings.resource: 0.001} if settings.resource else None,
                 scheduling_strategy=placement[settings.placement],
                 max_restarts=0,
+                # Where this package is not installed on a node but lies at the same path, as on this machine.
+                runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
             ).remote()
         except ValueError as error:  # the name is taken
             raise Failure(
