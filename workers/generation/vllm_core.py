@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,14 +38,22 @@ class CoreDied(Exception):
     """The engine core is gone, or was killed because it did not answer. Nothing of its requests is left."""
 
 
-@dataclass
 class CoreStats:
-    """What the core last said of itself; `generated` and `preempted` go on counting through its restarts."""
+    """What the cores last said of themselves; `generated` and `preempted` go on counting through their restarts."""
 
-    running: int = 0
-    kv_usage: float = 0.0
-    generated: int = 0
-    preempted: int = 0
+    def __init__(self) -> None:
+        self.generated = self.preempted = 0
+        self._now: dict[int, tuple[int, float]] = {}
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch, of all data-parallel cores together."""
+        return sum(running for running, _ in self._now.values())
+
+    @property
+    def kv_usage(self) -> float:
+        """Of the fullest core's KV cache, 0 to 1."""
+        return max((usage for _, usage in self._now.values()), default=0.0)
 
     def record(
         self,
@@ -58,7 +65,7 @@ class CoreStats:
     ) -> None:
         """Takes the place of vLLM's loggers: called after each step."""
         if scheduler_stats is not None:
-            self.running, self.kv_usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
+            self._now[engine_idx] = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self.generated += iteration_stats.num_generation_tokens
             self.preempted += iteration_stats.num_preempted_reqs
