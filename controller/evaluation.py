@@ -72,7 +72,9 @@ def without_held_out(prompts: Iterator[Prompt], held_out: Sequence[Prompt]) -> I
     ids = {prompt.id for prompt in held_out}
     data = {_key(prompt) for prompt in held_out}
     for prompt in prompts:
-        if held_out and (prompt.id in ids or _key(prompt) in data):
+        # What is no prompt is for the prompt source to refuse.
+        is_prompt = isinstance(prompt, Prompt)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if held_out and is_prompt and (prompt.id in ids or _key(prompt) in data):
             raise HeldOutLeak(f"prompt {prompt.id!r} is held out for evaluation, and prompts() yielded it too")
         yield prompt
 
@@ -108,6 +110,8 @@ class Evaluator:
         self._state = state
         self._finalize = finalize
         self._places = anyio.CapacityLimiter(concurrency)
+        # So many groups that every place is taken while some wait for their last rollout.
+        self._groups = anyio.Semaphore(2 * -(-concurrency // config.samples))
         self._done = {report.step for report in recorded}
         self._report = report
         self._evaluated: dict[str, Sequence[TrainSample]] = {}
@@ -138,6 +142,7 @@ class Evaluator:
         self.remaining = len(self._questions) * self._config.samples
         async with anyio.create_task_group() as tg:
             for number, prompt in enumerate(self._questions):
+                await self._groups.acquire()
                 tg.start_soon(self._play_group, self._group(step, number, prompt), step)
         await self._last_evaluated.wait()
         self._done.add(step)
@@ -159,6 +164,14 @@ class Evaluator:
         )
 
     async def _play_group(self, group: PromptGroup, step: int) -> None:
+        try:
+            request = FinalizationRequest(group_id=group.group_id, rollouts=await self._play(group), evaluation=step)
+        finally:
+            self._groups.release()
+        await self._finalize.send(request)
+
+    async def _play(self, group: PromptGroup) -> tuple[PlayedRollout, ...]:
+        """The group's rollouts, in the order of their ids."""
         await self._ledger.dispatched(
             group.group_id, group.prompt.id, group.rollout_ids, group.start_version, held_out=True
         )
@@ -173,12 +186,7 @@ class Evaluator:
         async with anyio.create_task_group() as tg:
             for rollout_id in group.rollout_ids:
                 tg.start_soon(play, rollout_id)
-        request = FinalizationRequest(
-            group_id=group.group_id,
-            rollouts=tuple(played[rollout_id] for rollout_id in group.rollout_ids),
-            evaluation=step,
-        )
-        await self._finalize.send(request)
+        return tuple(played[rollout_id] for rollout_id in group.rollout_ids)
 
 
 def _summarise(step: int, questions: Sequence[Sequence[TrainSample]], *, seconds: float) -> EvaluationReport:
