@@ -8,7 +8,8 @@ import sys
 
 def test_importing_the_contract_loads_no_heavy_library() -> None:
     light = (
-        "errors, memory, operation, plane, private_loop, rows, scheduler, schema, server_process, servers, sink, spec"
+        "address, doctor, errors, memory, operation, plane, private_loop, ray_settings, rows, scheduler, schema, "
+        "server_process, servers, sink, software, spec, topology"
     )
     script = f"""
 import sys, dataplane
