@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import resource
@@ -65,8 +64,8 @@ def ignore(rollout_id: str, start_s: float, end_s: float) -> None:
 
 
 async def gate(engine_path: str, folder: str) -> None:
-    from controller.controller import SWITCH_INTERVAL_S
     from controller.generation_pool import GenerationPool
+    from controller.interpreter import quiet_interpreter
     from controller.member import Member
     from ledger.gate import Gate
     from ledger.http.sampling import SamplingRules
@@ -76,7 +75,6 @@ async def gate(engine_path: str, folder: str) -> None:
     from ledger.records import Sampling
     from workers.rpc.client import RpcClient
 
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     journal, _ = await Journal.open(Path(folder))
     ledger = Ledger(journal)
     rollouts = [f"g{i:06d}.0" for i in range(ROLLOUTS)]
@@ -99,10 +97,9 @@ async def gate(engine_path: str, folder: str) -> None:
     async with anyio.create_task_group() as tasks:
         await tasks.start(server.serve, listener)
         keys = {rollout_id: server.api_key(rollout_id) for rollout_id in rollouts}
-        gc.collect()
-        gc.freeze()
-        say({"port": port, "keys": keys})
-        await anyio.sleep_forever()
+        with quiet_interpreter():
+            say({"port": port, "keys": keys})
+            await anyio.sleep_forever()
 
 
 # The baseline.

@@ -16,7 +16,6 @@ user and system time of the controller's process by calls answered.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import resource
@@ -43,7 +42,7 @@ from controller.config.schema import (
     RolloutConfig,
     RunConfig,
 )
-from controller.controller import SWITCH_INTERVAL_S
+from controller.interpreter import quiet_interpreter
 from ledger.journal import Journal
 from ledger.records import CallReply
 from tests.fakes.environment import Talker
@@ -82,7 +81,6 @@ def main() -> None:
 
 def measured(rollouts: int, seconds: float, calls_per_s: float) -> dict[str, float]:
     allow_many_connections()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="benchmark-scale-") as folder:
         addresses = [f"unix:{folder}/{i}.sock" for i in range(WORKERS)]
@@ -153,22 +151,21 @@ async def measure(rollouts: int, seconds: float, addresses: list[str], folder: P
         generation=[RunningWorker(client.name, client) for client in clients],
         plane=plane,
     ) as house:
-        gc.collect()
-        gc.freeze()
-        async with idle.watched():
-            await anyio.sleep(IDLE_S)
         in_flight: list[int] = []
         used, answered = 0.0, 0
-        began = time.process_time()
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(house.run.pump)
-            async with lag.watched():
-                for _ in range(round(2 * seconds)):
-                    await anyio.sleep(0.5)
-                    in_flight.append(house.run.pool.outstanding)
-            used = time.process_time() - began
-            answered = sum(client.answered for client in clients)
-            tg.cancel_scope.cancel()
+        with quiet_interpreter():
+            async with idle.watched():
+                await anyio.sleep(IDLE_S)
+            began = time.process_time()
+            async with anyio.create_task_group() as tg:
+                tg.start_soon(house.run.pump)
+                async with lag.watched():
+                    for _ in range(round(2 * seconds)):
+                        await anyio.sleep(0.5)
+                        in_flight.append(house.run.pool.outstanding)
+                used = time.process_time() - began
+                answered = sum(client.answered for client in clients)
+                tg.cancel_scope.cancel()
     for client in clients:
         await client.aclose()
     await journal.aclose()

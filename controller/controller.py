@@ -5,9 +5,7 @@ Invariant: when the scope is left, however it is left, no process that it starte
 
 from __future__ import annotations
 
-import gc
 import inspect
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -27,6 +25,7 @@ from controller.config.schema import Config
 from controller.evaluation import draw_held_out, without_held_out
 from controller.first_error import first_error, lost_connection
 from controller.gateway import control_file, open_listener
+from controller.interpreter import quiet_interpreter
 from controller.interrupts import Interrupted, open_interrupts
 from controller.machinery import Machinery, start_machinery
 from controller.observer import Observer, open_observer
@@ -53,8 +52,6 @@ from workers.open_files import allow_many_connections
 DEATH_NEWS_S = 3.0
 """After a broken connection, how long to wait for the news that the process behind it has died."""
 STACKS_FILE = "stacks.txt"
-SWITCH_INTERVAL_S = 0.001
-"""How soon a busy Python thread lets the loop run again; Python's own 5 ms add up to long stalls."""
 
 
 class Controller:
@@ -249,7 +246,7 @@ class Controller:
             doing(f"bringing the engines to weight version {resumed.step}")
             await self._run.weight_sync.sync(resumed.step)
         stack.push_async_callback(stop_idle_workers)
-        _quiet_interpreter(stack)
+        stack.enter_context(quiet_interpreter())
         self._sentinel.judge()
         self._tasks: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
         doing(None)
@@ -291,16 +288,6 @@ class Controller:
     def _interrupted(self) -> Interrupted:
         assert self._interrupts.signal is not None
         return Interrupted(self._interrupts.signal)
-
-
-def _quiet_interpreter(stack: AsyncExitStack) -> None:
-    """Keep the loop free, until `stack` is left: fast thread switches, and start-up's objects out of the collector's way."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stack.callback(sys.setswitchinterval, before)
-    gc.collect()
-    gc.freeze()
-    stack.callback(gc.unfreeze)
 
 
 def _write_config(run_dir: Path, config: Config) -> None:

@@ -26,9 +26,9 @@ from tests.models import tiny_model
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 SEEDS = 20
-QUICK = (1, 4)
-"""Which are always played: one that the run outlives, and one that it does not."""
-STEPS = 6
+QUICK = (2, 4)
+"""Which are always played: one that ends the run, and one that it outlives."""
+STEPS = 14
 LEAVES_NOTHING_S = 15.0
 
 ENVIRONMENT = '''

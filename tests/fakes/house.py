@@ -10,7 +10,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import anyio
 from anyio.abc import TaskGroup
@@ -118,6 +118,7 @@ class FakeHouse:
         remember: bool,
         listener: Listener,
         generation: Sequence[Any] | None,
+        trainer: Any | None,
         plane: DataPlane | None,
     ) -> None:
         self.config = config
@@ -146,12 +147,11 @@ class FakeHouse:
             process.come_up()
         self.deaths = Deaths()
         fleet: Any = self
-        trainer: Any = self.trainer.client
         self.machinery = Machinery(
             plane=self.plane,
             fleet=fleet,
             deaths=self.deaths,
-            trainer=trainer,
+            trainer=trainer or cast(Any, self.trainer.client),
             generation=tuple(self.workers if generation is None else generation),
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
@@ -259,11 +259,12 @@ async def open_house(
     log: EventLog | None = None,
     remember: bool = True,
     generation: Sequence[Any] | None = None,
+    trainer: Any | None = None,
     plane: DataPlane | None = None,
 ) -> AsyncGenerator[FakeHouse]:
     """A run that is ready to `play`. `remember` keeps what the engines emit.
 
-    `generation` and `plane` are used instead of fakes: `ReplaceableWorker`s, and a data plane of whatever kind.
+    `generation`, `trainer` and `plane` are used instead of fakes: `ReplaceableWorker`s, an `RpcClient`, and a data plane.
     """
     with listen("127.0.0.1", 0) as bound:
         listener = Listener(bound, f"http://127.0.0.1:{bound.getsockname()[1]}")
@@ -278,6 +279,7 @@ async def open_house(
                 remember=remember,
                 listener=listener,
                 generation=generation,
+                trainer=trainer,
                 plane=plane,
             )
             tasks.cancel_scope.cancel()
