@@ -117,7 +117,8 @@ class Run:
             self._generate,
             max_calls_per_rollout=config.rollout.max_calls,
             call_timeout_s=config.rollout.call_timeout_s,
-            seed=config.run.seed,
+            # vLLM samples row by row what has a seed of its own, and draws the rest of a batch at once.
+            seed=None if config.generation.engine == "vllm" else config.run.seed,
         )
         self._sampling = _sampling(config.rollout)
         temperature = config.evaluation.temperature

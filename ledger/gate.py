@@ -27,7 +27,8 @@ _INLINE_MESSAGES = 1000
 class Gate:
     """`generate` answers a call after staging its tokens; it raises CallRefused for a request that it did not sample.
 
-    `call_timeout_s` is its deadline. A call without a seed of its own gets one derived from `seed` and the call's id.
+    `call_timeout_s` is its deadline. A call without a seed of its own gets one derived from `seed` and the call's id;
+    with `seed` None it is sampled without.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Gate:
         *,
         max_calls_per_rollout: int,
         call_timeout_s: float,
-        seed: int = 0,
+        seed: int | None = 0,
     ) -> None:
         self._ledger = ledger
         self._generate = generate
@@ -94,8 +95,8 @@ class Gate:
         admission = await self._ledger.admit(rollout_id, place)
         call_id = admission.call_id
         sampling = request.sampling
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=self._seed_of(call_id))
+        if sampling.seed is None and self._seed is not None:
+            sampling = replace(sampling, seed=_derived(self._seed, call_id))
         try:
             reply = await self._answer(replace(request, call_id=call_id, parent=admission.parent, sampling=sampling))
         except CallFailedError as e:
@@ -109,9 +110,6 @@ class Gate:
             raise
         await self._ledger.commit(reply)
         return reply
-
-    def _seed_of(self, call_id: str) -> int:
-        return int.from_bytes(hashlib.sha256(f"{self._seed}/{call_id}".encode()).digest()[:8], "big") >> 1
 
     async def _answer(self, request: CallRequest) -> CallReply:
         """A checked reply, or CallFailedError or CallRefused."""
@@ -128,6 +126,10 @@ class Gate:
             raise CallFailedError(request.call_id, CallFailure.GENERATION_FAILED, f"{type(e).__name__}: {e}") from e
         assert deadline.cancelled_caught
         raise CallFailedError(request.call_id, CallFailure.TIMEOUT, f"no answer within {self._call_timeout_s:g} s")
+
+
+def _derived(seed: int, call_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{call_id}".encode()).digest()[:8], "big") >> 1
 
 
 def _contradiction(request: CallRequest, reply: CallReply) -> str | None:
