@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from functools import partial
 
@@ -24,8 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     doctor.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="of each put, get and clear")
     arguments = parser.parse_args(argv)
-    if arguments.timeout <= 0:
-        parser.error("--timeout must be > 0")
+    if not 0 < arguments.timeout < math.inf:
+        parser.error("--timeout must be > 0, and finite")
 
     say_software(_say)
     try:

@@ -225,9 +225,10 @@ def _raise_for(codes: Sequence[int], operation: str) -> None:
 
 
 async def _greet_master(master: ServerAddress) -> None:
-    """Ask its admin server for the master's health."""
+    """Ask its admin server for the master's health, and see that it can be reached for calls."""
     try:
         with anyio.fail_after(GREETING_TIMEOUT_S):
+            await (await anyio.connect_tcp(master.ip, master.ports["rpc"])).aclose()
             async with await anyio.connect_tcp(master.ip, master.ports["admin"]) as connection:
                 await connection.send(f"GET /health HTTP/1.1\r\nHost: {master.ip}\r\n\r\n".encode())
                 answer = await connection.receive(1024)

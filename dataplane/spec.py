@@ -19,7 +19,7 @@ class ServerAddress(Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["controller", "storage", "master"]
     id: str
     ip: str
-    ports: Mapping[str, int]
+    ports: Mapping[str, Annotated[int, Meta(ge=1, le=65535)]]
     software: str = ""
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from dataplane.__main__ import main
 from dataplane.servers import LocalServers
@@ -33,7 +34,7 @@ def wrong(spec: PlaneSpec, capsys: pytest.CaptureFixture[str], *arguments: str) 
 def test_a_plane_that_is_well(spec: PlaneSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "dataplane.json"
     file.write_bytes(msgspec.json.encode(spec))
-    code, out = seen_at(str(file), capsys)
+    code, out = seen_at(str(tmp_path), capsys)
     assert code == 0
     assert "nothing is wrong" in out
     for seen in (
@@ -52,7 +53,9 @@ def test_a_plane_that_is_well(spec: PlaneSpec, tmp_path: Path, capsys: pytest.Ca
         ("nowhere/dataplane.json", "there is no file"),
         ("{}", "is not a data plane's address: Object missing required field `controller`"),
         ('{"controller": 1}', "Expected `object`, got `int`"),
-        (str(Path(__file__).parent), "cannot read"),
+        ("", "the address is empty"),
+        (str(Path(__file__).parent), "there is no file"),  # a folder in which no run goes on
+        (f"{__file__}/dataplane.json", "cannot read"),
         ("ray:head", "ray:head is no Ray address"),
         ("ray:127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
     ],
@@ -63,11 +66,25 @@ def test_an_address_that_is_none(address: str, says: str, capsys: pytest.Capture
     assert says in out
 
 
+@on_each_backend
+def test_an_address_with_a_mistake_in_it(spec: PlaneSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    controller, storage = spec.controller, spec.storage[0]
+    for says, mistaken in {
+        "has no port handshake_socket": {"controller": replace(controller, ports={"request_handle_socket": 1})},
+        "as a storage server of": {"storage": (replace(storage, ports={}), *spec.storage[1:])},
+        "Expected `int` <= 65535": {"storage": (replace(storage, ports={"life": 99999}), *spec.storage[1:])},
+        "stands where a controller server is expected": {"controller": storage},
+        "stands where a storage server is expected": {"storage": (controller,)},
+        "one of its servers is named twice": {"storage": (storage, storage)},
+    }.items():
+        assert says in wrong(replace(spec, **mistaken), capsys)
+
+
 def test_a_server_that_is_gone(spec: PlaneSpec, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    dead = msgspec.structs.replace(spec.storage[0], id="the dead one", ports={"put_get_socket": port})
-    problem = wrong(msgspec.structs.replace(spec, storage=(dead, *spec.storage[1:])), capsys)
+    dead = replace(spec.storage[0], id="the dead one", ports={"put_get_socket": port})
+    problem = wrong(replace(spec, storage=(dead, *spec.storage[1:])), capsys)
     assert "storage server the dead one" in problem
     assert "it was stopped or killed, or the address is of another machine or an older run" in problem
 
@@ -75,8 +92,8 @@ def test_a_server_that_is_gone(spec: PlaneSpec, capsys: pytest.CaptureFixture[st
 def test_a_server_of_another_kind(spec: PlaneSpec, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ports = dict.fromkeys(spec.controller.ports, listener.getsockname()[1])
-        other = msgspec.structs.replace(spec.controller, ports=ports)
-        problem = wrong(msgspec.structs.replace(spec, controller=other), capsys)
+        other = replace(spec.controller, ports=ports)
+        problem = wrong(replace(spec, controller=other), capsys)
     assert f"no answer from the data plane's controller server {spec.controller.id}" in problem
 
 
@@ -87,8 +104,8 @@ def test_a_server_that_stands_still(servers: LocalServers, capsys: pytest.Captur
 
 
 def test_servers_of_another_version(spec: PlaneSpec, capsys: pytest.CaptureFixture[str]) -> None:
-    older = msgspec.structs.replace(spec.controller, software="TransferQueue 0.1.9")
-    problem = wrong(msgspec.structs.replace(spec, controller=older), capsys)
+    older = replace(spec.controller, software="TransferQueue 0.1.9")
+    problem = wrong(replace(spec, controller=older), capsys)
     assert "runs TransferQueue 0.1.9, but here it is 0.1.11: install the same version on both machines" in problem
 
 
@@ -101,7 +118,12 @@ def test_a_setting_of_the_environment_is_pointed_out(
 
 
 def test_a_bad_command_line() -> None:
-    for arguments in (["doctor", "--timeout", "0"], ["doctor", "--backend", "redis"], []):
+    for arguments in (
+        ["doctor", "--timeout", "0"],
+        ["doctor", "--timeout", "nan"],
+        ["doctor", "--backend", "redis"],
+        [],
+    ):
         with pytest.raises(SystemExit) as raised:
             main(arguments)
         assert raised.value.code == 2
