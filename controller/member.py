@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -70,10 +69,10 @@ class StaleWeights(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A version and the file that holds it; without a file it is what a worker that was just started has."""
+    """A version and where the trainer has it; without an address it is what a worker that was just started has."""
 
     version: int
-    path: Path | None = None
+    address: str | None = None
 
 
 def _ignore(member: Member, before: WorkerState) -> None:
@@ -187,7 +186,7 @@ class Member:
         return reply
 
     async def load(self, weights: Weights, *, timeout: float) -> None:
-        """Have it load `weights` and acknowledge them; a version without a file it must serve already.
+        """Have it load `weights` and acknowledge them; a version without an address it must serve already.
 
         Raises VersionMismatch, Quarantined or the RPC's errors; what it serves is then unknown.
         """
@@ -219,9 +218,9 @@ class Member:
         raise Quarantined(f"{self.name} was quarantined: {self.why}")
 
     async def _load(self, weights: Weights, timeout: float) -> int:
-        if weights.path is None:
+        if weights.address is None:
             return (await self.client.call(STATS, Empty(), timeout=timeout)).weight_version
-        request = LoadWeights(path=str(weights.path), version=weights.version)
+        request = LoadWeights(address=weights.address, version=weights.version)
         return (await self.client.call(LOAD_WEIGHTS, request, timeout=timeout)).version
 
     def _move(self, to: WorkerState, why: str) -> None:

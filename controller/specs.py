@@ -11,10 +11,11 @@ from dataplane.spec import PlaneSpec
 from workers.generation.api import EngineSpec, GenerationSpec
 from workers.generation.vllm_args import gpus_per_engine
 from workers.training.api import LossSpec, OptimizerSpec, TrainingSpec
+from workers.weight_sync.spec import WeightSyncSpec
 
 
 def generation_spec(config: Config, plane: PlaneSpec, index: int) -> GenerationSpec:
-    generation = config.generation
+    generation, transport = config.generation, config.weight_sync.transport
     return GenerationSpec(
         name=f"generation-{index}",
         model_path=str(Path(config.model.path).absolute()),
@@ -27,8 +28,10 @@ def generation_spec(config: Config, plane: PlaneSpec, index: int) -> GenerationS
             threads=generation.threads,
             vllm=generation.vllm,
             gpus=_gpus(generation, index),
+            weight_transfer=transport if transport in ("nccl", "ipc") else None,
         ),
         plane=plane,
+        weight_sync=weight_sync_spec(config),
         seed=config.run.seed * 1000 + index,
     )
 
@@ -43,6 +46,20 @@ def _gpus(generation: GenerationConfig, index: int) -> tuple[int, ...]:
     return tuple(range(start, start + count))
 
 
+def weight_sync_spec(config: Config, folder: Path | None = None) -> WeightSyncSpec:
+    sync = config.weight_sync
+    return WeightSyncSpec(
+        transport=sync.transport,
+        mode=sync.mode,
+        drain_timeout_s=sync.drain_timeout_s,
+        host=sync.host,
+        engines=config.generation.workers,
+        timeout_s=sync.timeout_s,
+        folder="" if folder is None else str(folder),
+        args=sync.args,
+    )
+
+
 def training_spec(config: Config, plane: PlaneSpec, weights_dir: Path) -> TrainingSpec:
     training = config.training
     return TrainingSpec(
@@ -53,7 +70,7 @@ def training_spec(config: Config, plane: PlaneSpec, weights_dir: Path) -> Traini
         loss=msgspec.convert(training.loss, LossSpec, from_attributes=True),
         temperature=config.rollout.temperature,
         max_completion_tokens=config.rollout.max_tokens,
-        weights_dir=str(weights_dir),
+        weight_sync=weight_sync_spec(config, weights_dir),
         dtype=config.model.dtype,
         device=training.device,
         threads=training.threads,

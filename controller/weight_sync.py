@@ -4,16 +4,12 @@ An engine that fails or is late is taken out, and the version advances for the r
 it first, so nothing is stamped with a version that was not loaded. Dispatch is held meanwhile; generation in flight goes on
 and changes version between two tokens.
 
-Invariant: the file of the version that is served exists, for workers and engines that are restarted.
+The trainer keeps what it published last, for workers and engines that are restarted.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
-
-import anyio
-import anyio.to_thread
 
 from controller.generation_pool import GenerationPool
 from controller.member import Weights
@@ -38,7 +34,6 @@ class WeightSync:
         self._state = state
         self._activities = activities
         self._timeout_s = timeout_s
-        self._kept: Path | None = None
         self.last_seconds: float | None = None
 
     async def sync(self, version: int) -> None:
@@ -53,12 +48,8 @@ class WeightSync:
             published: Published = await self._trainer.call(
                 PUBLISH_WEIGHTS, Publish(version=version), timeout=self._timeout_s
             )
-            weights = Weights(version, Path(published.path))
+            weights = Weights(version, published.address)
             with self._activities.doing(SYNC, f"loading version {version} into the engines", on=ENGINES):
                 await self._pool.load_weights(weights, timeout=self._timeout_s)
             self._state.serve(version)
-            before, self._kept = self._kept, weights.path
-            if before is not None and before != weights.path:
-                with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(lambda: before.unlink(missing_ok=True))
         self.last_seconds = time.monotonic() - start

@@ -7,7 +7,7 @@ tensors (an output head that is the embedding) only the first name is kept, so a
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,28 +34,53 @@ def tensor_names(model: nn.Module) -> list[str]:
 
 
 def save_weights(model: nn.Module, path: Path, *, dtype: torch.dtype | None = None) -> int:
-    """Write the model's weights to `path` and return the file's size in bytes.
+    """Write the model's weights to `path` and return the file's size in bytes; see `save_tensors`.
 
-    The file appears whole or not at all (temporary name, then rename). `dtype`, if given, is what floating-point tensors
-    are cast to: engines want exactly their own. Raises OSError when it cannot be written.
+    `dtype`, if given, is what floating-point tensors are cast to: engines want exactly their own.
+    """
+    tensors = named_tensors(model)
+    if dtype is not None:
+        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    return save_tensors(tensors, path)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> int:
+    """Write tensors to a weights file and return its size in bytes.
+
+    The file appears whole or not at all (temporary name, then rename). Raises OSError when it cannot be written.
     """
     import safetensors.torch
 
     write = cast(Any, safetensors.torch).save_file
-
-    def stored(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        return tensor.contiguous()
-
     partial = path.with_name(path.name + ".partial")
     try:
-        write({name: stored(tensor) for name, tensor in named_tensors(model).items()}, partial)
+        write({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     return path.stat().st_size
+
+
+def expected_tensors(model_path: Path) -> dict[str, torch.Tensor]:
+    """What a weights file of the model in `model_path` must hold; on the meta device, without data.
+
+    Blocking. Raises ValueError, OSError, or what else transformers raises for a model that it does not understand.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = cast(Any, AutoConfig).from_pretrained(model_path, local_files_only=True)
+    with torch.device("meta"):
+        model = cast(Any, AutoModelForCausalLM).from_config(config)
+    return named_tensors(model)
+
+
+def check_tensors(wanted: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise ValueError when the names or shapes of `tensors` are not those of `wanted`; `what` names the former."""
+    found = {name: (_dtype_code(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    problems = _differences(wanted, found, dtypes=False)
+    if problems:
+        raise ValueError(f"{what} do not fit the model: {'; '.join(problems)}")
 
 
 def load_into(model: nn.Module, path: Path) -> None:
@@ -94,23 +119,28 @@ def _open_fitting(wanted: dict[str, torch.Tensor], path: Path, *, dtypes: bool) 
     except (OSError, SafetensorError) as error:
         raise ValueError(f"weights file {path}: {error}") from error
     with file:
-        problems = _differences(wanted, file, dtypes)
+        entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        found = {name: (entry.get_dtype(), tuple(entry.get_shape())) for name, entry in entries.items()}
+        problems = _differences(wanted, found, dtypes=dtypes)
         if problems:
             raise ValueError(f"weights file {path} does not fit the model: {'; '.join(problems)}")
         yield file
 
 
-def _differences(wanted: dict[str, torch.Tensor], file: Any, dtypes: bool) -> list[str]:
-    """What keeps the open safetensors `file` from being the weights `wanted`."""
-    names = set[str](file.keys())
+def _differences(
+    wanted: Mapping[str, torch.Tensor], found: Mapping[str, tuple[str, tuple[int, ...]]], *, dtypes: bool
+) -> list[str]:
+    """What keeps `found` (dtype code and shape by name) from being the weights `wanted`."""
     problems = [
-        f"{what} {_some(found)}"
-        for what, found in (("missing", wanted.keys() - names), ("not in the model", names - wanted.keys()))
-        if found
+        f"{what} {_some(names)}"
+        for what, names in (
+            ("missing", wanted.keys() - found.keys()),
+            ("not in the model", found.keys() - wanted.keys()),
+        )
+        if names
     ]
-    for name in sorted(wanted.keys() & names):
-        entry, tensor = file.get_slice(name), wanted[name]
-        there, here = (entry.get_dtype(), tuple(entry.get_shape())), (_dtype_code(tensor.dtype), tuple(tensor.shape))
+    for name in sorted(wanted.keys() & found.keys()):
+        there, here = found[name], (_dtype_code(wanted[name].dtype), tuple(wanted[name].shape))
         if there[1] != here[1] or (dtypes and there[0] != here[0]):
             problems.append(f"{name} is {there[0]}{list(there[1])}, the model has {here[0]}{list(here[1])}")
     return problems if len(problems) <= 5 else [*problems[:5], f"and {len(problems) - 5} more"]

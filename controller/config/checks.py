@@ -17,6 +17,7 @@ from controller.config.plane import plane
 from controller.config.problems import Problem
 from controller.config.schema import Config
 from controller.config.surroundings import environment, folders, kind_of, machine, model_folder
+from controller.config.weight_sync import weight_sync
 from workers.environments.registry import BUILTIN
 
 
@@ -50,6 +51,7 @@ def check_config(config: Config) -> Findings:
         *_fleet(config),
         *_gate(config),
         *plane(config, model),
+        *weight_sync(config),
         *folders(config, model),
         *machine(config),
     ]

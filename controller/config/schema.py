@@ -21,6 +21,10 @@ Fraction = Annotated[float, Meta(ge=0, lt=1)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7, description="seconds, a number > 0 and <= 1e7")]
 Milliseconds = Annotated[float, Meta(ge=1, le=1e7, description="milliseconds, a number >= 1 and <= 1e7")]
 Folder = Annotated[str, Meta(min_length=1, description="a path")]
+Transport = Annotated[
+    str,
+    Meta(pattern=r"^(file|gloo|nccl|ipc|[^:]+:[^:]+)$", description="file, gloo, nccl, ipc or module:Class"),
+]
 Device = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$", description="cpu, cuda or cuda:N")]
 
 
@@ -203,8 +207,22 @@ class DataPlaneConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class WeightSyncConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How each step's weights get from the trainer into the engines; docs/weight_sync.md."""
+
+    transport: Transport = "file"
+    """`file`: a file in shared memory. `gloo`: a broadcast over the network. `nccl`, `ipc`: vLLM's own, between GPUs or on
+    one. Or `module:Class` of your own."""
+    args: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of your own transport's constructor."""
+    mode: Literal["keep", "drain", "abort"] = "keep"
+    """What becomes of the calls that are running in an engine. `keep`: they go on with the new weights. `drain`: they end
+    first, and new ones wait. `abort`: they are taken out, and go on from the tokens that they have."""
+    drain_timeout_s: Seconds = 60.0
+    """`drain` only: calls that have not ended by then go on with the new weights."""
     dir: Folder | None = None
-    """Where weights pass from trainer to engines; null takes shared memory (/dev/shm), or the temp folder without it."""
+    """Where `file` and `gloo` keep the weights; null takes shared memory (/dev/shm), or the temp folder without it."""
+    host: Annotated[str, Meta(min_length=1, description="a host name or address")] = "127.0.0.1"
+    """`gloo`, `nccl` and `ipc`: the address of this machine at which the engines reach the trainer."""
     timeout_s: Seconds = 120.0
     """Deadline of publishing a version, and of each engine's loading it."""
 

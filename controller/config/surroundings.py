@@ -84,24 +84,29 @@ def environment(config: EnvironmentConfig) -> Iterator[Problem]:
             nearest=next(iter(get_close_matches(config.name, list(BUILTIN), n=1)), None),
         )
     else:
-        missing = _missing_module(config.name.partition(":")[0])
-        if missing is not None:
-            yield Problem(
-                path="environment.name",
-                what=f"{shown(config.name)}: there is no module {missing}, neither installed nor in {Path.cwd()}",
-                allowed=allowed,
-                remedy="start it from the folder that holds the module, or put that folder on PYTHONPATH",
-            )
-            return
-        module, _, name = config.name.partition(":")
-        classes = _classes(module)
-        if classes is not None and name not in classes:
-            yield Problem(
-                path="environment.name",
-                what=f"{shown(config.name)}: {module} defines no class {name}",
-                allowed=f"one of its classes: {', '.join(sorted(classes)) or '(none)'}",
-                nearest=next(iter(get_close_matches(name, sorted(classes), n=1)), None),
-            )
+        yield from own_class("environment.name", config.name, allowed)
+
+
+def own_class(path: str, value: str, allowed: str) -> Iterator[Problem]:
+    """Is there such a `module:Class`? It is looked for, not imported."""
+    module, _, name = value.partition(":")
+    missing = _missing_module(module)
+    if missing is not None:
+        yield Problem(
+            path=path,
+            what=f"{shown(value)}: there is no module {missing}, neither installed nor in {Path.cwd()}",
+            allowed=allowed,
+            remedy="start it from the folder that holds the module, or put that folder on PYTHONPATH",
+        )
+        return
+    classes = _classes(module)
+    if classes is not None and name not in classes:
+        yield Problem(
+            path=path,
+            what=f"{shown(value)}: {module} defines no class {name}",
+            allowed=f"one of its classes: {', '.join(sorted(classes)) or '(none)'}",
+            nearest=next(iter(get_close_matches(name, sorted(classes), n=1)), None),
+        )
 
 
 def folders(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
@@ -122,6 +127,8 @@ def folders(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
                 remedy="free space, choose another run.dir, or lower checkpoint.keep",
                 warning=True,
             )
+    if config.weight_sync.transport not in ("file", "gloo"):
+        return
     weights = weights_folder(config)
     if kind_of(weights) != "folder" or not os.access(weights, _USE):
         yield Problem(

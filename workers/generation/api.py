@@ -10,6 +10,7 @@ from dataplane.spec import PlaneSpec
 from ledger.records import CallReply, CallRequest
 from workers.generation.engine import EngineStats
 from workers.rpc.method import Empty, Method
+from workers.weight_sync.spec import WeightSyncSpec
 
 
 class EngineSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,6 +29,8 @@ class EngineSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """vLLM's engine arguments, beyond what the other settings say."""
     gpus: tuple[int, ...] = ()
     """The GPUs of this worker's vLLM engine, of those that the process sees; none leaves it to vLLM."""
+    weight_transfer: Literal["nccl", "ipc"] | None = None
+    """vLLM's own backend by which weights reach its workers; None when they come as files."""
 
 
 class GenerationSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,11 +40,13 @@ class GenerationSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model_path: str
     engine: EngineSpec
     plane: PlaneSpec
+    weight_sync: WeightSyncSpec = WeightSyncSpec()
     seed: int = 0
 
 
 class LoadWeights(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    path: str
+    address: str
+    """Where the trainer said that the version is to be had."""
     version: int
 
 
@@ -70,6 +75,7 @@ render_mismatch, bad_logprobs, bad_routes (capture); prefix_unavailable, staging
 (infra)."""
 ABORT = Method("abort", Abort, Empty, timeout_s=10.0)
 LOAD_WEIGHTS = Method("load_weights", LoadWeights, WeightsLoaded, timeout_s=300.0)
-"""Failure kinds (all infra): bad_weights, in which case the old version is still served; engine_dead, engine_restarting."""
+"""Failure kinds (all infra): bad_weights or weights_unavailable (retryable), in which case the old version is still served;
+engine_dead, engine_restarting."""
 INFO = Method("info", Empty, WorkerInfo, timeout_s=30.0)
 STATS = Method("stats", Empty, EngineStats, timeout_s=10.0)

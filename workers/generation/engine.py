@@ -75,8 +75,13 @@ class Engine(Protocol):
         """The version of the weights now loaded."""
         ...
 
-    async def generate(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, *, begun: Sequence[int] = ()
+    ) -> Generation:
         """Sample one completion, until a stop token, a stop string (whose tokens are kept) or the limit ends it.
+
+        `begun` are tokens that the completion has already, sampled earlier: at most `sampling.max_tokens` more are sampled
+        and returned. A stop string may begin among them.
 
         Cancelling the caller aborts the request; nothing of it stays in the engine.
 

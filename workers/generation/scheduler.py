@@ -37,6 +37,8 @@ class Request:
     stop: frozenset[int]
     rng: np.random.Generator
     stop_text: StopText | None = None
+    begun: int = 0
+    """How many of the prompt's last tokens the completion began with."""
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list[float])
@@ -87,7 +89,8 @@ class Request:
         )
 
     def _said_to_stop(self) -> bool:
-        return self.stop_text is not None and self.stop_text.reached(self.tokens, len(self.tokens) - len(self.logprobs))
+        start = len(self.tokens) - len(self.logprobs) - self.begun
+        return self.stop_text is not None and self.stop_text.reached(self.tokens, start)
 
     def _move(self, old: RequestState, new: RequestState) -> None:
         if self.state is not old:

@@ -18,7 +18,9 @@ from workers.devices import require_device
 from workers.generation import api
 from workers.generation.capture import Capture
 from workers.generation.engine import Engine, EngineDead, EngineStats
+from workers.generation.intake import WeightIntake, WeightsUnavailable, make_intake
 from workers.generation.rendering import BadMessages, ChatRenderer
+from workers.generation.updates import UpdatingEngine
 from workers.generation.vllm_process import prepare_process
 from workers.host import StartupError, run_worker
 from workers.rpc.errors import HandlerError
@@ -35,8 +37,9 @@ _CLOSE_SECONDS = 5.0
 class GenerationService:
     """The worker's handlers."""
 
-    def __init__(self, engine: Engine, capture: Capture, engine_kind: str) -> None:
+    def __init__(self, engine: Engine, capture: Capture, intake: WeightIntake, engine_kind: str) -> None:
         self._engine = engine
+        self._intake = intake
         self._capture = capture
         self._engine_kind = engine_kind
 
@@ -54,11 +57,13 @@ class GenerationService:
     async def load_weights(self, request: api.LoadWeights) -> api.WeightsLoaded:
         started = time.monotonic()
         try:
-            await self._engine.load_weights(Path(request.path), request.version)
+            await self._intake.load(request.address, request.version)
         except ValueError as error:
             raise HandlerError("bad_weights", str(error)) from error
         except EngineDead as error:
             raise HandlerError(error.kind, str(error), retryable=True) from error
+        except WeightsUnavailable as error:
+            raise HandlerError("weights_unavailable", str(error), retryable=True) from error
         return api.WeightsLoaded(version=self._engine.weight_version, seconds=time.monotonic() - started)
 
     async def info(self, _: Empty) -> api.WorkerInfo:
@@ -80,18 +85,22 @@ async def serve(spec: api.GenerationSpec, server: RpcServer) -> AsyncGenerator[N
     model_path = Path(spec.model_path)
     engine_type = await anyio.to_thread.run_sync(_engine_type, spec.engine)
     renderer = await anyio.to_thread.run_sync(ChatRenderer.load, model_path)
-    engine = await engine_type.start(
+    sync = spec.weight_sync
+    started = await engine_type.start(
         model_path,
         spec.engine,
         stop_token_ids=renderer.stop_token_ids,
         seed=spec.seed,
         decode=renderer.plain.decode,
     )
+    engine = UpdatingEngine(started, sync.mode, drain_timeout_s=sync.drain_timeout_s)
     try:
+        intake = await make_intake(started, engine, sync)
         await _check_template(model_path, renderer, engine)
         plane = await connect(spec.plane)
         try:
-            GenerationService(engine, Capture(engine, renderer, plane), spec.engine.kind).register(server)
+            service = GenerationService(engine, Capture(engine, renderer, plane), intake, spec.engine.kind)
+            service.register(server)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(engine.watch)
                 yield

@@ -96,13 +96,16 @@ class TorchEngine:
     def weight_version(self) -> int:
         return self._version
 
-    async def generate(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, *, begun: Sequence[int] = ()
+    ) -> Generation:
         """See `Engine.generate`. A seeded request's tokens do not depend on what else runs, up to numerics."""
         self._check_alive()
         draw.check(sampling, self._vocab_size)
-        if not 1 <= len(prompt) < self._max_model_len:
+        tokens = [*prompt, *begun]
+        if not 1 <= len(tokens) < self._max_model_len:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens; allowed are 1 to {self._max_model_len - 1} (max_model_len - 1)"
+                f"the prompt has {len(tokens)} tokens; allowed are 1 to {self._max_model_len - 1} (max_model_len - 1)"
             )
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is running already")
@@ -111,9 +114,10 @@ class TorchEngine:
         seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(1 << 63))
         request = Request(
             request_id=request_id,
-            tokens=list(prompt),
+            tokens=tokens,
+            begun=len(begun),
             sampling=sampling,
-            max_len=min(len(prompt) + sampling.max_tokens, self._max_model_len),
+            max_len=min(len(tokens) + sampling.max_tokens, self._max_model_len),
             stop=self._stop.union(sampling.stop_token_ids),
             rng=np.random.default_rng(seed % (1 << 64)),
             stop_text=StopText(self._decode, sampling.stop) if self._decode and sampling.stop else None,

@@ -21,6 +21,7 @@ _OTHER_KEYS = {
     "max_model_len": "generation.max_model_len",
     "max_num_seqs": "generation.max_batch",
     "device_ids": "generation.device",
+    "weight_transfer_config": "weight_sync.transport",
 }
 """Arguments that other keys of the configuration say."""
 _FIXED: dict[str, Any] = {
@@ -83,6 +84,7 @@ def engine_arguments(
     max_batch: int,
     max_model_len: int | None,
     on_cpu: bool,
+    weight_transfer: str | None = None,
 ) -> dict[str, Any]:
     """All arguments of `AsyncEngineArgs`: the configuration's, this project's, and where both say nothing vLLM's own."""
     defaults: dict[str, Any] = {"use_tqdm_on_load": False}
@@ -103,6 +105,7 @@ def engine_arguments(
         "dtype": dtype,
         "max_num_seqs": max_batch,
         **({} if max_model_len is None else {"max_model_len": max_model_len}),
+        **({} if weight_transfer is None else {"weight_transfer_config": {"backend": weight_transfer}}),
     }
 
 

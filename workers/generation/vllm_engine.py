@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
@@ -27,8 +27,8 @@ from workers.generation.vllm_args import argument_problems, engine_arguments
 from workers.generation.vllm_core import Core, CoreDied, CoreStats
 from workers.generation.vllm_names import vllm
 from workers.generation.vllm_process import preload
-from workers.generation.vllm_request import complete, sampling_params
-from workers.generation.vllm_weights import WeightsFile, expected_tensors, load_file, open_checked
+from workers.generation.vllm_request import Request, complete, sampling_params
+from workers.generation.vllm_weights import WeightsFile, change_weights, load_file, open_checked, wanted_tensors
 from workers.host import StartupError
 
 if TYPE_CHECKING:
@@ -90,8 +90,9 @@ class VLLMEngine:
             max_batch=spec.max_batch,
             max_model_len=spec.max_model_len,
             on_cpu=spec.device == "cpu",
+            weight_transfer=spec.weight_transfer,
         )
-        expected = await anyio.to_thread.run_sync(expected_tensors, model_path)
+        expected = await anyio.to_thread.run_sync(wanted_tensors, model_path)
         engine = cls(arguments, spec.threads, expected, stop_token_ids, seed, decode)
         await engine._start_core()
         try:
@@ -121,7 +122,7 @@ class VLLMEngine:
         self._changed = anyio.Event()
         self._core: Core
         self._stats = CoreStats()
-        self._requests: dict[str, Core] = {}
+        self._requests: dict[str, Request] = {}
         self._weights: WeightsFile | None = None
         self._version = 0
         self._paused = False
@@ -142,22 +143,35 @@ class VLLMEngine:
         return self._version
 
     @property
+    def wanted(self) -> dict[str, torch.Tensor]:
+        """The tensors that its weights are made of, by name, without data."""
+        return self._expected
+
+    @property
+    def gpus(self) -> int:
+        """How many worker processes of it hold a part of the model."""
+        parallel = self._core.llm.vllm_config.parallel_config
+        return int(parallel.world_size * parallel.data_parallel_size)
+
+    @property
     def core_pids(self) -> list[int]:
         """The processes of the core that runs now, or did last."""
         return self._core.pids
 
-    async def generate(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, *, begun: Sequence[int] = ()
+    ) -> Generation:
         """See `Engine.generate`. Raises EngineRestarting when the core dies with the call in it, or has lost its weights."""
-        self._check(prompt, sampling)
+        self._check([*prompt, *begun], sampling)
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is running already")
-        core = await self._serving()
-        self._requests[request_id] = core
+        request = self._requests[request_id] = Request(request_id)
         params = sampling_params(sampling, stop_token_ids=self._stop, vocab_size=self.vocab_size)
         stop_text = StopText(self._decode, sampling.stop) if self._decode and sampling.stop else None
         try:
+            core = await self._serving()
             with self._loss_of("the call"):
-                generation = await complete(core, request_id, list(prompt), params, stop_text)
+                generation = await complete(core, request, prompt, params, stop_text, begun=begun)
         except vllm("exceptions:VLLMClientError") as error:
             raise ValueError(str(error)) from error
         finally:
@@ -166,10 +180,10 @@ class VLLMEngine:
         return generation
 
     async def abort(self, request_id: str) -> None:
-        core = self._requests.get(request_id)
-        if core is not None:
+        request = self._requests.get(request_id)
+        if request is not None:
             with contextlib.suppress(CoreDied):  # then its call has failed
-                await core.ask(core.llm.abort(request_id))
+                await request.abort()
 
     async def pause(self) -> None:
         """See `Engine.pause`. A pause that is cancelled is taken back."""
@@ -203,6 +217,18 @@ class VLLMEngine:
         finally:
             if file is not self._weights:
                 file.close()
+
+    async def receive_weights(self, receive: Callable[[Core], Awaitable[None]], version: int) -> None:
+        """Replace the weights by those that `receive` gives the paused core, within a deadline of its own.
+
+        Otherwise like `load_weights`; but a core that is restarted later does not have them, and does not serve before it
+        is given some. Needs `EngineSpec.weight_transfer`.
+        """
+        async with self._updating:
+            core = await self._serving(with_weights=False)
+            with anyio.CancelScope(shield=True), self._loss_of("the load"):
+                await change_weights(core, receive, version, resume=not self._paused)
+                self._serve_version(version, None)
 
     def stats(self) -> EngineStats:
         running = min(self._stats.running, len(self._requests))
@@ -274,7 +300,7 @@ class VLLMEngine:
         """One token, so that a model that vLLM takes and then cannot compute is found out before the first call."""
         params = sampling_params(Sampling(max_tokens=1), stop_token_ids=(), vocab_size=self.vocab_size)
         try:
-            await complete(self._core, "try-out", [0], params, None)
+            await complete(self._core, Request("try-out"), [0], params)
         except CoreDied as error:
             raise StartupError(
                 "unsupported_model", f"vLLM cannot compute this model: {error}", "its lines above say why"
@@ -319,8 +345,11 @@ class VLLMEngine:
 
     async def _load(self, core: Core, file: WeightsFile) -> None:
         await load_file(core, file, resume=not self._paused)
+        self._serve_version(file.version, file)
+
+    def _serve_version(self, version: int, file: WeightsFile | None) -> None:
         old, self._weights = self._weights, file
-        self._version = file.version
+        self._version = version
         if self._state is _State.WITHOUT_WEIGHTS:
             self._move(_State.SERVING)
         if old is not None:

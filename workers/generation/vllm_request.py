@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,19 +39,44 @@ def sampling_params(sampling: Sampling, *, stop_token_ids: Iterable[int], vocab_
     )
 
 
-async def complete(
-    core: Core, request_id: str, prompt: list[int], params: Any, stop_text: StopText | None
-) -> Generation:
-    """Run one request. Raises CoreDied, and vLLM's own error for a request that it refuses.
+@dataclass(eq=False)
+class Request:
+    """A completion in the making."""
 
-    A cancellation leaves nothing of it in the core; an abort in the core makes it return what it has.
+    request_id: str
+    core: Core | None = None
+    """What it is in."""
+    aborted: bool = False
+
+    async def abort(self) -> None:
+        """Have it return what it has, also when it is being added. Raises CoreDied."""
+        self.aborted = True
+        if self.core is not None:
+            await self.core.ask(self.core.llm.abort(self.request_id))
+
+
+async def complete(
+    core: Core,
+    request: Request,
+    prompt: Sequence[int],
+    params: Any,
+    stop_text: StopText | None = None,
+    *,
+    begun: Sequence[int] = (),
+) -> Generation:
+    """Run one request, its completion having `begun`. Raises CoreDied, and vLLM's own error for a request that it refuses.
+
+    A cancellation leaves nothing of it in the core.
     """
-    add = core.llm.add_request(request_id, vllm("inputs:tokens_input")(prompt), params)
+    add = core.llm.add_request(request.request_id, vllm("inputs:tokens_input")([*prompt, *begun]), params)
     # Shielded: vLLM remembers a request before it has sent it, and one that is half-added could not be taken out.
     with anyio.fail_after(ASK_S, shield=True):
         collector = await core.ask(add)
     try:
-        return await _gather(core, request_id, collector, stop_text)
+        request.core = core
+        if request.aborted:
+            await request.abort()
+        return await _gather(core, request.request_id, collector, stop_text, begun)
     except CoreDied:
         raise
     except BaseException:
@@ -59,7 +85,9 @@ async def complete(
         raise
 
 
-async def _gather(core: Core, request_id: str, collector: Any, stop_text: StopText | None) -> Generation:
+async def _gather(
+    core: Core, request_id: str, collector: Any, stop_text: StopText | None, begun: Sequence[int]
+) -> Generation:
     tokens: list[int] = []
     logprobs: list[float] = []
     end: int | None = None
@@ -73,7 +101,8 @@ async def _gather(core: Core, request_id: str, collector: Any, stop_text: StopTe
             logprobs += [flat.logprobs[start] for start in flat.start_indices]
         if stop_text is not None and end is None:
             # In a thread: decoding waits for the tokenizer's lock. What comes meanwhile is merged into the next output.
-            end = await anyio.to_thread.run_sync(partial(_spelled_at, stop_text, tokens, known))
+            end = await anyio.to_thread.run_sync(partial(_spelled_at, stop_text, [*begun, *tokens], len(begun) + known))
+            end = None if end is None else end - len(begun)
             if end is not None and not output.finished:
                 await core.ask(core.llm.abort(request_id))
         if output.finished:

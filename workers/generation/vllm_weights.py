@@ -6,15 +6,16 @@ The version moves only when the core has all of them: names and shapes are check
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
 from workers.generation.vllm_core import ASK_S, Core, CoreDied
 from workers.host import StartupError
-from workers.weights import check_file, named_tensors
+from workers.weights import check_file, expected_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -38,37 +39,37 @@ class WeightsFile:
         os.close(self._fd)
 
 
-def expected_tensors(model_path: Path) -> dict[str, torch.Tensor]:
-    """What a weights file of the model must hold, by the rule of `workers.weights`; on the meta device, without data.
-
-    Blocking. Raises StartupError.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def wanted_tensors(model_path: Path) -> dict[str, torch.Tensor]:
+    """`expected_tensors`, its failure as a StartupError. Blocking."""
     try:
-        config = cast(Any, AutoConfig).from_pretrained(model_path, local_files_only=True)
-        with torch.device("meta"):
-            model = cast(Any, AutoModelForCausalLM).from_config(config)
+        return expected_tensors(model_path)
     except Exception as error:
         raise StartupError("bad_model", f"{model_path} cannot be understood: {error}") from error
-    return named_tensors(model)
 
 
 async def load_file(core: Core, file: WeightsFile, *, resume: bool) -> None:
-    """Have the core go on with the file's weights; KV that was computed with the old ones is computed anew.
+    """`change_weights` to the file's."""
 
-    `resume` False leaves the core paused. Raises CoreDied: what a failed load leaves cannot be used, so the core is killed.
+    async def load(core: Core) -> None:
+        await core.ask(core.llm.collective_rpc("load_weights_file", args=(os.fspath(file.path),)), within_s=_LOAD_S)
+
+    await change_weights(core, load, file.version, resume=resume)
+
+
+async def change_weights(core: Core, change: Callable[[Core], Awaitable[None]], version: int, *, resume: bool) -> None:
+    """Have the core go on with the weights that `change` gives it; KV that was computed with the old ones is computed anew.
+
+    `resume` False leaves the core paused. Raises CoreDied: what a failed change leaves cannot be used: the core is killed.
     """
     await core.pause(clear_cache=True)
     try:
-        await core.ask(core.llm.collective_rpc("load_weights_file", args=(os.fspath(file.path),)), within_s=_LOAD_S)
+        await change(core)
     except CoreDied:
         raise
     except Exception as error:
-        core.kill(f"loading weights of version {file.version} failed half-way: {error}")
+        core.kill(f"loading weights of version {version} failed half-way: {error}")
         raise CoreDied(str(error)) from error
-    await core.set_version(file.version)
+    await core.set_version(version)
     if resume:
         await core.resume()
 

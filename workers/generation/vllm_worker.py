@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from workers.generation.vllm_names import vllm
+from workers.weight_sync.ipc_handles import rebuilt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +23,7 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    update_weights: Any
 
     def load_weights_file(self, path: str) -> None:
         """Load a safetensors file of all the model's tensors. An error leaves a mixed model: do not use it any more."""
@@ -43,6 +45,13 @@ class WorkerExtension:
         left = expected - (loaded or expected)
         if left and self.model_runner.model_config.quantization is None:
             raise RuntimeError(f"{len(left)} parameters were not loaded, e.g. {min(left)}")
+
+    def update_weights_plainly(self, info: dict[str, Any]) -> None:
+        """The worker's own `update_weights`, whose IPC handles came as `workers.weight_sync.ipc_handles.plain` lists."""
+        if "ipc_handles" in info:
+            handles = [{gpu: rebuilt(handle) for gpu, handle in each.items()} for each in info["ipc_handles"]]
+            info = info | {"ipc_handles": handles}
+        self.update_weights(info)
 
 
 def _forget_packed_experts(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from dataplane.spec import PlaneSpec
 from workers.rpc.method import Empty, Method
+from workers.weight_sync.spec import WeightSyncSpec
 
 
 class OptimizerSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,8 +59,8 @@ class TrainingSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The rollouts' sampling temperature: the policy's logits are divided by it before the softmax."""
     max_completion_tokens: int
     """The constant length of `sequence_sum` aggregation."""
-    weights_dir: str
-    """Where `publish_weights` writes, e.g. a folder in /dev/shm."""
+    weight_sync: WeightSyncSpec
+    """How `publish_weights` does."""
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = 1
@@ -154,11 +155,13 @@ class Publish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Published(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A safetensors file with all tensors of the model; the controller deletes it once every engine has loaded it."""
+    """A version that engines can be told to load."""
 
-    path: str
+    address: str
+    """By which the transport's other half finds it: a path, for one."""
     version: int
     bytes: int
+    """Of all tensors."""
     seconds: float
 
 
@@ -186,7 +189,8 @@ other, which break the step. A caller that left cannot know: the microbatch, sen
 FINISH_STEP = Method("finish_step", FinishStep, StepMetrics, timeout_s=600.0)
 """Refused (out_of_order) unless the microbatches had exactly the tokens and sequences that BEGIN_STEP announced."""
 PUBLISH_WEIGHTS = Method("publish_weights", Publish, Published, timeout_s=300.0)
-"""The weights of the last finished step. Failure kind: no_space (infra, retryable)."""
+"""The weights of the last finished step. Failure kinds: no_space (infra, retryable), bad_weights (infra): the trainer's
+tensors are not those of the model."""
 SAVE = Method("save", StatePath, Empty, timeout_s=600.0)
 """Model (a Hugging Face directory that any tool loads), optimizer state (safetensors) and step counter, as of the last
 finished step; an open step is left open. Failure kinds: bad_checkpoint (infra; the folder exists), no_space (infra)."""

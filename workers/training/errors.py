@@ -4,6 +4,7 @@ TrainingError
 ├── OutOfOrder     a call that does not fit the state of the step
 ├── BadTrainRow    a row is not what was announced, or cannot be trained on
 ├── NonFinite      a loss or gradient is not a finite number; no weight has moved
+├── BadWeights     the trainer's tensors are not those of the model
 ├── BadCheckpoint  a folder cannot be saved to, or does not hold this model's state
 └── NoSpace        a file system cannot take what is to be written
 """
@@ -29,6 +30,10 @@ class NonFinite(TrainingError):
 
 class BadCheckpoint(TrainingError):
     """The folder cannot be saved to, or its content is not this model's state."""
+
+
+class BadWeights(TrainingError):
+    """The trainer's tensors are not those of the model that the engines serve; nothing was published."""
 
 
 class NoSpace(TrainingError):

@@ -1,27 +1,36 @@
-"""Publishes the policy's weights to the engines: one safetensors file per version, whole or not there."""
+"""Publishes the policy's weights to the engines, by the configured transport: a whole version, or nothing of it."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Mapping
+
+from torch import Tensor
 
 from workers.training.api import Published
-from workers.training.disk import space_for
+from workers.training.errors import BadWeights
 from workers.training.trainer import Trainer
-from workers.weights import named_tensors, save_weights
+from workers.weight_sync.transport import WeightPublisher
+from workers.weights import check_tensors, named_tensors
 
 
-def publish(trainer: Trainer, folder: Path, version: int) -> Published:
-    """Write `<folder>/v<version>.safetensors` in the model's dtype, by the naming rule of `workers.weights`.
+def publish(
+    trainer: Trainer, publisher: WeightPublisher, version: int, wanted: Mapping[str, Tensor] | None = None
+) -> Published:
+    """Publish the weights in the model's dtype, by the naming rule of `workers.weights`.
 
-    Allowed while a step is open: the weights are those of the last finished step. A file of the same version is replaced.
-    Raises NoSpace (naming the folder and the need), OutOfOrder (weights lost) or OSError; then no file is left.
+    Allowed while a step is open: the weights are those of the last finished step. `wanted`, if given, are the tensors that
+    engines expect. Raises BadWeights when those are others than the trainer's, OutOfOrder (weights lost), or what the
+    publisher does; then there is nothing of the version.
     """
     trainer.state.require_weights("publish_weights")
     start = time.perf_counter()
-    model = trainer.policy.model
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"v{version}.safetensors"
-    with space_for(folder, sum(t.numel() * t.element_size() for t in named_tensors(model).values())):
-        size = save_weights(model, path)
-    return Published(path=str(path), version=version, bytes=size, seconds=time.perf_counter() - start)
+    weights = named_tensors(trainer.policy.model)
+    if wanted is not None:
+        try:
+            check_tensors(wanted, weights, "the trainer's weights")
+        except ValueError as error:
+            raise BadWeights(str(error)) from error
+    address = publisher.publish(weights, version)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    return Published(address=address, version=version, bytes=size, seconds=time.perf_counter() - start)

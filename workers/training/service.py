@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
+import anyio.to_thread
 import torch
 
 from dataplane.errors import DataPlaneTimeout, RowGone
@@ -26,12 +27,14 @@ from workers.rpc.method import Empty
 from workers.rpc.server import RpcServer
 from workers.training import api
 from workers.training.compute import ComputeThread
-from workers.training.errors import BadCheckpoint, BadTrainRow, NonFinite, NoSpace, OutOfOrder
+from workers.training.errors import BadCheckpoint, BadTrainRow, BadWeights, NonFinite, NoSpace, OutOfOrder
 from workers.training.model import DTYPES, Policy, load_model
 from workers.training.publish import publish
 from workers.training.rows import collate, fetch_rows, split
 from workers.training.state import load, save
 from workers.training.trainer import Trainer
+from workers.weight_sync.transport import WeightPublisher, make_publisher
+from workers.weights import expected_tensors
 
 Result = TypeVar("Result")
 
@@ -43,6 +46,7 @@ FAILURES: dict[type[Exception], tuple[str, FailureClass, bool]] = {
     OutOfOrder: ("out_of_order", "infra", False),
     BadTrainRow: ("bad_row", "data", False),
     NonFinite: ("non_finite", "data", False),
+    BadWeights: ("bad_weights", "infra", False),
     BadCheckpoint: ("bad_checkpoint", "infra", False),
     NoSpace: ("no_space", "infra", True),
     RowGone: ("row_gone", "data", False),
@@ -54,12 +58,20 @@ FAILURES: dict[type[Exception], tuple[str, FailureClass, bool]] = {
 class TrainingService:
     """Answers the methods of `workers.training.api` with one trainer."""
 
-    def __init__(self, trainer: Trainer, compute: ComputeThread, plane: DataPlane, spec: api.TrainingSpec) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        compute: ComputeThread,
+        plane: DataPlane,
+        publisher: WeightPublisher,
+        spec: api.TrainingSpec,
+    ) -> None:
         self._trainer = trainer
         self._thread = compute
         self._plane = plane
         self._model_path = Path(spec.model_path)
-        self._weights_dir = Path(spec.weights_dir)
+        self._publisher = publisher
+        self._wanted: dict[str, torch.Tensor] | None = None
         self._vocab_size = trainer.policy.vocab_size
         self._device = trainer.policy.device
 
@@ -115,7 +127,12 @@ class TrainingService:
         return await self._compute(lambda: self._trainer.finish_step(request.step))
 
     async def publish_weights(self, request: api.Publish) -> api.Published:
-        return await self._compute(lambda: publish(self._trainer, self._weights_dir, request.version))
+        def compute() -> api.Published:
+            if self._wanted is None:
+                self._wanted = expected_tensors(self._model_path)
+            return publish(self._trainer, self._publisher, request.version, self._wanted)
+
+        return await self._compute(compute)
 
     async def save(self, request: api.StatePath) -> Empty:
         await self._compute(lambda: save(self._trainer, Path(request.path), model_path=self._model_path))
@@ -157,7 +174,6 @@ def build_trainer(spec: api.TrainingSpec) -> Trainer:
         )
     try:
         dtype, device = DTYPES[spec.dtype], torch.device(spec.device)
-        Path(spec.weights_dir).mkdir(parents=True, exist_ok=True)
         return Trainer(
             Policy(load_model(spec.model_path, dtype, device)),
             optimizer=spec.optimizer,
@@ -176,12 +192,17 @@ async def serve(spec: api.TrainingSpec, server: RpcServer) -> AsyncGenerator[Non
     compute = ComputeThread(spec.threads)
     try:
         trainer = await compute.run(partial(build_trainer, spec))
-        plane = await connect(spec.plane)
+        publisher = await compute.run(partial(make_publisher, spec.weight_sync))
         try:
-            TrainingService(trainer, compute, plane, spec).register(server)
-            yield
+            plane = await connect(spec.plane)
+            try:
+                TrainingService(trainer, compute, plane, publisher, spec).register(server)
+                yield
+            finally:
+                with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+                    await plane.aclose()
         finally:
             with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-                await plane.aclose()
+                await anyio.to_thread.run_sync(publisher.close, abandon_on_cancel=True)
     finally:
         compute.close()

@@ -83,7 +83,7 @@ class Process:
             case "publish_weights":
                 path = self.folder / f"{request.version}.safetensors"
                 path.touch()
-                return api.Published(path=str(path), version=request.version, bytes=0, seconds=0.0)
+                return api.Published(address=str(path), version=request.version, bytes=0, seconds=0.0)
             case "train_microbatch":
                 return api.MicrobatchDone(loss=0.0, tokens=1)
             case "finish_step":

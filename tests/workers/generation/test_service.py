@@ -74,10 +74,10 @@ async def test_a_conversation_through_a_worker_process(tmp_path: Path) -> None:
 async def converse(client: RpcClient, plane: DataPlane, model: Path, files: Path) -> None:
     first = await client.call(api.GENERATE, ask(0, user("hi")))
 
-    loaded = await client.call(api.LOAD_WEIGHTS, api.LoadWeights(path=str(files / "good"), version=4))
+    loaded = await client.call(api.LOAD_WEIGHTS, api.LoadWeights(address=str(files / "good"), version=4))
     assert loaded.version == 4
     with pytest.raises(RemoteError, match=r"bad_weights.*not in the model lm_head\.weight") as refused:
-        await client.call(api.LOAD_WEIGHTS, api.LoadWeights(path=str(files / "bad"), version=5))
+        await client.call(api.LOAD_WEIGHTS, api.LoadWeights(address=str(files / "bad"), version=5))
     assert refused.value.failure.failure_class == "infra"
     assert (await client.call(api.STATS, Empty())).weight_version == 4
 

@@ -27,6 +27,8 @@ from workers.training import api, service
 from workers.training.compute import ComputeThread
 from workers.training.service import TrainingService, build_trainer
 from workers.training.trainer import Trainer
+from workers.weight_sync.file import FileTransport
+from workers.weight_sync.spec import WeightSyncSpec
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +47,7 @@ def spec_of(model: Path, folder: Path, **changes: Any) -> api.TrainingSpec:
         loss=api.LossSpec(),
         temperature=1.0,
         max_completion_tokens=20,
-        weights_dir=str(folder / "weights"),
+        weight_sync=WeightSyncSpec(folder=str(folder / "weights")),
     )
     return msgspec.structs.replace(spec, **changes)
 
@@ -84,7 +86,7 @@ async def served(model: Path, folder: Path, rows: Rows, **changes: Any) -> Async
     await plane.put(TRAIN, rows)
     server = RpcServer("trainer")
     compute = ComputeThread(spec.threads)
-    TrainingService(trainer, compute, plane, spec).register(server)
+    TrainingService(trainer, compute, plane, FileTransport(spec.weight_sync), spec).register(server)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             address = await tasks.start(server.serve, f"unix:{folder}/rpc", "secret")
@@ -138,7 +140,7 @@ async def test_a_step_over_rpc_is_the_step_of_the_trainer(model: Path, tmp_path:
         assert metrics.tokens == sum(part.tokens for part in done)
         assert same(weights(worker.trainer), weights(direct(model, rows, [announced[:4], announced[4:]])))
         published = await worker.client.call(api.PUBLISH_WEIGHTS, api.Publish(version=1))
-        assert published.path == str(tmp_path / "weights" / "v1.safetensors")
+        assert published.address == str(tmp_path / "weights" / "v1.safetensors")
         assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v1.safetensors"]
 
 
@@ -295,7 +297,6 @@ def test_a_missing_model_is_a_clear_start_up_error(tmp_path: Path):
         ({"dtype": "int8"}, "dtype 'int8' is unknown"),
         ({"device": "abacus"}, "training.device is 'abacus', which torch does not know"),
         ({"temperature": 0.0}, "temperature is 0"),
-        ({"weights_dir": "/dev/null/weights"}, "Not a directory"),
     ],
 )
 def test_a_bad_spec_is_a_clear_start_up_error(model: Path, tmp_path: Path, changes: dict[str, Any], message: str):

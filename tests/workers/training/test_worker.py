@@ -71,7 +71,7 @@ async def test_steps_end_to_end(model: Path, tmp_path: Path):
 
             published = await call(api.PUBLISH_WEIGHTS, api.Publish(version=1))
             served = load_model(str(model), torch.float32, CPU)
-            load_into(served, Path(published.path))
+            load_into(served, Path(published.address))
             assert same(dict(served.named_parameters()), weights_of(mine))
 
             await call(api.SAVE, api.StatePath(path=str(tmp_path / "checkpoint")))
@@ -92,7 +92,7 @@ async def test_steps_end_to_end(model: Path, tmp_path: Path):
             await call(api.FINISH_STEP, api.FinishStep(step=1))
             assert (await call(api.LOAD, api.StatePath(path=str(tmp_path / "checkpoint")))).step == 1
             again = await call(api.PUBLISH_WEIGHTS, api.Publish(version=2))
-            assert await anyio.Path(again.path).read_bytes() == await anyio.Path(published.path).read_bytes()
+            assert await anyio.Path(again.address).read_bytes() == await anyio.Path(published.address).read_bytes()
         await plane.aclose()
 
 
