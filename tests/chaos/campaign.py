@@ -17,7 +17,7 @@ from collections import Counter
 import anyio
 
 from ledger.events import Event, MemoryLog
-from tests.chaos.checks import Watch, hold_at_event, hold_at_the_end
+from tests.chaos.checks import Watch, hold_at_event, hold_at_the_end, hold_when_undisturbed
 from tests.chaos.faults import inflict
 from tests.chaos.schedule import Schedule, schedule_of
 from tests.fakes.clock import VirtualLoop, run_virtually
@@ -59,6 +59,8 @@ async def play(schedule: Schedule) -> FakeHouse:
             tg.cancel_scope.cancel()
         watch.ended()
     hold_at_the_end(house)
+    if not schedule.faults:
+        hold_when_undisturbed(house)
     if house.error is None:
         assert house.run.state.step == schedule.config.run.steps
     else:

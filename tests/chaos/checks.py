@@ -10,6 +10,7 @@ import numpy as np
 
 from controller.buffer import GroupState
 from dataplane.plane import Column
+from dataplane.schema import STAGING
 from ledger.events import GroupDispatched, GroupTrained, MemoryLog, RolloutFinalized
 from tests.fakes.house import FakeHouse
 from workers.generation.api import GENERATE
@@ -74,6 +75,15 @@ def hold_at_the_end(house: FakeHouse) -> None:
         assert on_record <= trained
     for key, row in house.trained.rows.items():
         require_proof(house, key, row)
+
+
+def hold_when_undisturbed(house: FakeHouse) -> None:
+    """When nothing went wrong, only rollouts that were not finalized any more have rows for the sweep."""
+    log = house.log
+    assert isinstance(log, MemoryLog)
+    finalized = {event.rollout_id for event in log.events if isinstance(event, RolloutFinalized)}
+    staged = {key.partition("/")[0] for key in house.before_sweep.get(STAGING, ())}
+    assert not staged & finalized
 
 
 def trained_by_record(house: FakeHouse) -> set[str]:

@@ -177,8 +177,10 @@ class FakeHouse:
         )
         self.left: dict[str, list[str]] = {}
         """Rows that were left, by partition, after the sweep."""
+        self.before_sweep: dict[str, list[str]] = {}
+        """Keys that nobody had cleared when the run ended, by partition."""
         self.swept: dict[str, int] = {}
-        """Rows that the sweep found."""
+        """How many of them the sweep found."""
         self.pids: list[int] = []
 
     @property
@@ -206,6 +208,7 @@ class FakeHouse:
                 self.store.thaw()
                 self.store.slowness = 1.0
                 self.store.refuses = nothing_refused
+                self.before_sweep = await self.store.held()
                 self.swept = await self.machinery.sweep()
                 self.left = {partition: keys for partition, keys in (await self.store.held()).items() if keys}
 
