@@ -7,6 +7,7 @@ the first one share a round; the trainer does not wait longer than that for any 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import time
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed
 from msgspec import Struct
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -77,9 +80,13 @@ class Door:
             taken = self._take(timedelta(seconds=_GATHER_S) if tickets else _FOREVER)
             if taken is None:
                 break
-            number, ticket = taken
-            tickets[number] = ticket
-            if ticket.version is None:
+            number, key = taken
+            try:
+                tickets[number] = _decoded(self._keys, key, Ticket)
+            except msgspec.MsgspecError as error:
+                logger.warning("ticket %d is none: %s", number, error)
+                continue
+            if tickets[number].version is None:
                 return tickets
         for number in tickets:
             self._keys.set(f"call/{number}", "")
@@ -106,15 +113,15 @@ class Door:
         member = Member(self.address, timeout_s=_CONNECT_S)
         member.take_ticket(None)
 
-    def _take(self, patience: timedelta) -> tuple[int, Ticket] | None:
-        """The next ticket, if it comes in time."""
+    def _take(self, patience: timedelta) -> tuple[int, str] | None:
+        """The next ticket's number and key, if it comes in time."""
         key = f"ticket/{self._next}"
         try:
             self._keys.wait([key], patience)
         except dist.DistStoreError:
             return None
         self._next += 1
-        return self._next - 1, _decoded(self._keys, key, Ticket)
+        return self._next - 1, key
 
     def _is_here(self, number: int, deadline: float) -> bool:
         left = max(0.01, deadline - time.monotonic())

@@ -129,7 +129,9 @@ def test_an_engine_that_took_a_ticket_and_died_is_left_out(
     with trainer(tmp_path, engines=2) as transport:
         sent = weights(1)
         address = transport.publish(sent, 1)
-        Member(address, timeout_s=10).take_ticket(1)  # and is never heard of again
+        stranger = Member(address, timeout_s=10)
+        stranger.take_ticket(1)  # and is never heard of again
+        stranger._keys.set(f"ticket/{stranger._keys.add('tickets', 1)}", "no ticket at all")
         assert equal(start(address, 1).result(GUARD_S), sent)
 
 

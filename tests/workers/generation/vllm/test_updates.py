@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from ledger.records import Sampling, WeightSpan
@@ -15,11 +16,13 @@ from tests.needs import needs_vllm
 from tests.workers.generation.helpers import load, worst_error
 from tests.workers.generation.vllm.engines import HEAD, TOLERANCE, tokens_generated
 from workers.generation.engine import Generation
+from workers.generation.intake import TransportIntake
 from workers.generation.updates import UpdatingEngine
 from workers.generation.vllm_engine import VLLMEngine
 from workers.generation.vllm_request import Request, complete, sampling_params
-from workers.weight_sync.spec import UpdateMode
-from workers.weights import save_weights
+from workers.weight_sync.spec import UpdateMode, WeightSyncSpec
+from workers.weight_sync.transport import make_publisher, make_transport
+from workers.weights import named_tensors, save_weights
 
 pytestmark = [pytest.mark.anyio, needs_vllm]
 
@@ -81,6 +84,27 @@ async def test_an_abort_that_comes_while_a_request_is_being_added_is_heard(engin
     got = await complete(engine._core, request, [1, 2], params)
     assert got.finish_reason == "abort"
     assert len(got.token_ids) < LONG
+
+
+async def test_weights_come_by_broadcast_and_misfits_change_nothing(at_zero: VLLMEngine, tmp_path: Path) -> None:
+    spec = WeightSyncSpec(transport="gloo", folder=str(tmp_path / "weights"), timeout_s=30)
+    publisher = make_publisher(spec)
+    intake = TransportIntake(UpdatingEngine(at_zero, "keep", drain_timeout_s=1), make_transport(spec), timeout_s=30)
+    model = tiny_lm("llama", seed=4, **HEAD)
+    weights = named_tensors(model)
+    try:
+        await intake.load(await anyio.to_thread.run_sync(publisher.publish, weights, 3), 3)
+        got = await at_zero.generate("r", [1, 2], Sampling(max_tokens=8))
+        assert got.weight_spans == (WeightSpan(3, 0, 8),)
+        assert worst_error({3: model}, [1, 2], got, Sampling(max_tokens=8)) < TOLERANCE
+        first = next(iter(weights))
+        less = {name: tensor for name, tensor in weights.items() if name != first}
+        address = await anyio.to_thread.run_sync(publisher.publish, less, 4)
+        with pytest.raises(ValueError, match=f"missing {first}"):
+            await intake.load(address, 4)
+        assert at_zero.weight_version == 3
+    finally:
+        await anyio.to_thread.run_sync(publisher.close)
 
 
 async def test_a_stop_string_may_begin_before_an_update_and_end_after_it(at_zero: VLLMEngine) -> None:
