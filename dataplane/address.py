@@ -11,8 +11,8 @@ from dataplane.ray_settings import RaySettings
 from dataplane.spec import PlaneSpec
 
 KINDS = """\
-a run's folder (or the dataplane.json in it, there while the run lasts), the same as JSON text, or ray:HOST:PORT or ray:auto for the plane \
-that runs in a Ray cluster; ray:HOST:PORT/NAMESPACE if not in namespace monoloop"""
+a run's folder (or the dataplane.json in it, there while the run lasts), the same as JSON text, or ray:HOST:PORT or \
+ray:auto for the plane that runs in a Ray cluster; ray:HOST:PORT/NAMESPACE if not in namespace monoloop"""
 
 
 def resolve(address: str, *, token_file: str | None = None) -> PlaneSpec:
@@ -44,7 +44,7 @@ def _decode(text: bytes, where: str) -> PlaneSpec:
 
 
 def _check(spec: PlaneSpec) -> None:
-    """Raise ValueError unless each server is one of its place's kind, has the ports that it is asked on, and is there once."""
+    """Raise ValueError unless each server is of its place's kind, has the ports that it is asked on, and is there once."""
     places = [("controller", spec.controller, ["handshake_socket", "request_handle_socket"])]
     if spec.mooncake is not None:
         places.append(("master", spec.mooncake.master, ["rpc", "admin", "life"]))

@@ -37,12 +37,13 @@ class BareServers(LocalServers):
 
 SIMPLE = pytest.param(Backend("simple"), id="simple")
 _problem = software.mooncake_problem()
-MOONCAKE = pytest.param(
-    Backend("mooncake", MooncakeSettings(memory_mb=256)),
-    id="mooncake",
-    marks=pytest.mark.skipif(_problem is not None, reason=_problem or ""),
-)
+_mooncake = Backend("mooncake", MooncakeSettings(memory_mb=256))
+_marks = (pytest.mark.skipif(_problem is not None, reason=_problem or ""),)
+MOONCAKE = pytest.param(_mooncake, id="mooncake", marks=_marks)
+MOONCAKE_LONG = pytest.param(_mooncake, id="mooncake", marks=(*_marks, pytest.mark.long))
 BACKENDS = [SIMPLE]
 """What a test runs on that does not say otherwise."""
 
 on_each_backend = pytest.mark.parametrize("backend", [SIMPLE, MOONCAKE], indirect=True, scope="session")
+on_each_backend_in_time = pytest.mark.parametrize("backend", [SIMPLE, MOONCAKE_LONG], indirect=True, scope="session")
+"""On MooncakeStore with the long tests: each client of it takes a second to come and go."""

@@ -51,6 +51,12 @@ async def running_loop() -> AsyncGenerator[list[float]]:
         tasks.cancel_scope.cancel()
 
 
+def serving(pid: int) -> int:
+    """The process itself, or the program that it runs as its child, as it does with Mooncake's master."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else pid
+
+
 def alive(pid: int) -> bool:
     return state(pid) not in "ZX"
 

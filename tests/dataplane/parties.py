@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -21,6 +22,8 @@ from dataplane.plane import Row
 from dataplane.spec import PlaneSpec, connect
 from dataplane.transferqueue import TransferQueuePlane, _connect_store
 
+UNIT_WRITE = "_put_to_single_storage_unit"
+
 Found = list[dict[str, list[Any]]]
 
 
@@ -28,6 +31,16 @@ class Party(ABC):
     """A client of its own. `client` is TransferQueue's."""
 
     client: Any
+
+    @property
+    @abstractmethod
+    def writing(self) -> tuple[Any, str]:
+        """The async method that stores a part of a put, and whose it is."""
+
+    @property
+    @abstractmethod
+    def mooncake(self) -> tuple[Any, str]:
+        """The attribute that holds Mooncake's own client, and whose it is."""
 
     @abstractmethod
     async def put(self, partition: str, rows: Mapping[str, Row]) -> None: ...
@@ -64,8 +77,17 @@ class Party(ABC):
 class Planes(Party):
     def __init__(self, plane: TransferQueuePlane) -> None:
         self.plane = plane
-        store: Any = plane._store
-        self.client = store._client
+        self._store: Any = plane._store
+        self.client = self._store._client
+
+    @property
+    def writing(self) -> tuple[Any, str]:
+        manager = self.client.storage_manager
+        return (manager, UNIT_WRITE) if hasattr(manager, UNIT_WRITE) else (self._store, "_blocking")
+
+    @property
+    def mooncake(self) -> tuple[Any, str]:
+        return self._store, "_objects"
 
     async def put(self, partition: str, rows: Mapping[str, Row]) -> None:
         await self.plane.put(partition, rows)
@@ -93,6 +115,14 @@ class Bare(Party):
 
     def __init__(self, client: Any) -> None:
         self.client = client
+
+    @property
+    def writing(self) -> tuple[Any, str]:
+        return self.client.storage_manager, UNIT_WRITE
+
+    @property
+    def mooncake(self) -> tuple[Any, str]:
+        return self.client.storage_manager.storage_client, "_store"
 
     def _tq(self) -> Any:
         interface._TQ_CLIENT = self.client  # read before the first await
@@ -145,6 +175,9 @@ async def planes(spec: PlaneSpec, count: int = 2) -> AsyncGenerator[list[Party]]
 @asynccontextmanager
 async def bare(spec: PlaneSpec, count: int = 2) -> AsyncGenerator[list[Party]]:
     stores: list[Any] = [await _connect_store(spec) for _ in range(count)]
+    for store in stores:
+        # To know how many threads it may use, a get from Mooncake would ask Ray, and so start a cluster.
+        store._client.storage_manager._get_executor = lambda: None
     try:
         yield [Bare(store._client) for store in stores]
     finally:
@@ -194,6 +227,29 @@ async def stopped(client: Any, method: str, when: Callable[..., bool] = lambda *
     finally:
         stop.leave()
         setattr(client, method, original)
+
+
+class _Between:
+    """Mooncake's client, of which some methods are called with the original as their first argument."""
+
+    def __init__(self, client: Any, replaced: Mapping[str, Callable[..., object]]) -> None:
+        self._client, self._replaced = client, replaced
+
+    def __getattr__(self, name: str) -> Any:
+        original = getattr(self._client, name)
+        return partial(self._replaced[name], original) if name in self._replaced else original
+
+
+@contextmanager
+def mooncake_replaced(party: Party, **methods: Callable[..., object]) -> Generator[None]:
+    """What a party's calls to Mooncake meet instead."""
+    owner, name = party.mooncake
+    original = getattr(owner, name)
+    setattr(owner, name, _Between(original, methods))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 async def quietly(call: Callable[[], Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from dataplane.memory import MemoryPlane
 from dataplane.servers import Servers
 from dataplane.transferqueue import TransferQueuePlane
 from tests.dataplane.backends import on_each_backend
-from tests.dataplane.faults import frozen
+from tests.dataplane.faults import frozen, serving
 
 pytestmark = pytest.mark.anyio
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -38,9 +37,3 @@ async def test_of_the_transferqueue_plane_when_a_server_stands_still(
 ) -> None:
     for server, pid in servers.pids.items():
         await fault(plane, f"{partition}, {server}", partial(frozen, serving(pid)))
-
-
-def serving(pid: int) -> int:
-    """The process itself, or the program that it runs as its child, as it does with Mooncake's master."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(children[0]) if children else pid

@@ -7,7 +7,7 @@ import pytest
 from transfer_queue.storage.managers import simple_storage_manager
 
 from dataplane.servers import Servers
-from tests.dataplane.backends import Backend
+from tests.dataplane.backends import Backend, on_each_backend_in_time
 from tests.dataplane.hazards import DEADLINE_S, HAZARDS, Hazard, World
 from tests.dataplane.parties import bare, planes
 
@@ -20,12 +20,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simple_storage_manager, "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", int(DEADLINE_S))
 
 
+@on_each_backend_in_time
 @each_hazard
 async def test_the_plane_keeps_its_word(hazard: Hazard, servers: Servers, partition: str) -> None:
     async with planes(msgspec.structs.replace(servers.spec, timeout_s=DEADLINE_S)) as (one, other):
         await hazard.happen(World(one, other, servers, partition))
 
 
+@on_each_backend_in_time
 @each_hazard
 async def test_transferqueue_by_itself_does_not(
     hazard: Hazard, backend: Backend, bare_servers: Servers, partition: str

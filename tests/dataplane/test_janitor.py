@@ -25,6 +25,7 @@ from dataplane.servers import Servers
 from dataplane.spec import connect
 from dataplane.store import NoAnswer
 from dataplane.transferqueue import TransferQueuePlane
+from tests.dataplane.backends import on_each_backend_in_time
 from tests.dataplane.faults import frozen
 
 KEYS = ["a", "b", "c", "d"]
@@ -59,6 +60,7 @@ class Failing:
         raise NoAnswer("not now")
 
 
+@on_each_backend_in_time
 @pytest.mark.anyio
 async def test_a_clear_that_failed_is_done_later(plane: TransferQueuePlane, partition: str) -> None:
     await plane.put(partition, {key: row(1) for key in KEYS})
@@ -73,6 +75,7 @@ async def test_a_clear_that_failed_is_done_later(plane: TransferQueuePlane, part
     assert await plane.keys(partition) == []
 
 
+@on_each_backend_in_time
 @pytest.mark.anyio
 async def test_a_put_that_could_not_be_taken_back_is_taken_back_later(
     plane: TransferQueuePlane, partition: str
@@ -87,6 +90,7 @@ async def test_a_put_that_could_not_be_taken_back_is_taken_back_later(
     assert await plane.keys(partition) == []
 
 
+@on_each_backend_in_time
 @pytest.mark.anyio
 async def test_a_row_that_was_put_meanwhile_is_not_cleared(plane: TransferQueuePlane, partition: str) -> None:
     await plane.put(partition, {"a": row(1), "b": row(1)})
@@ -103,8 +107,6 @@ async def test_a_row_that_was_put_meanwhile_is_not_cleared(plane: TransferQueueP
 async def test_rows_of_a_storage_unit_that_stood_still_are_freed_when_it_goes_on(
     servers: Servers, partition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if servers.spec.backend != "simple":
-        pytest.skip("it has other timeouts")
     monkeypatch.setattr(simple_storage_manager, "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", 1)
     plane = await connect(servers.spec)
     assert isinstance(plane, TransferQueuePlane)

@@ -16,6 +16,7 @@ from transfer_queue import interface
 from dataplane.conformance.cases import row
 from dataplane.servers import Servers
 from dataplane.transferqueue import TransferQueuePlane
+from tests.dataplane.backends import on_each_backend_in_time
 from tests.dataplane.parties import bare
 
 pytestmark = pytest.mark.anyio
@@ -46,6 +47,7 @@ def resident(servers: Servers) -> int:
     return sum(int(stat[1]) for stat in stats) * os.sysconf("SC_PAGE_SIZE")
 
 
+@on_each_backend_in_time
 async def test_a_surviving_row_keeps_no_batch(servers: Servers, plane: TransferQueuePlane, partition: str) -> None:
     async def put(keys: list[str]) -> None:
         await plane.put(partition, {key: row(1, length=ROW_BYTES // 12) for key in keys})
@@ -53,9 +55,11 @@ async def test_a_surviving_row_keeps_no_batch(servers: Servers, plane: TransferQ
     async def clear(keys: Sequence[str]) -> None:
         assert await plane.clear(partition, keys) == len(keys)
 
-    grown, bound = await growth(servers, 6, 128, put, clear)
-    assert len(await plane.keys(partition)) == 7
-    assert grown <= bound
+    batches = 6 if servers.spec.mooncake is None else 4
+    grown, bound = await growth(servers, batches, 128, put, clear)
+    assert len(await plane.keys(partition)) == batches + 1
+    if servers.spec.backend == "simple":  # of Mooncake, 512 MiB are lent from the start: five batches would not fit
+        assert grown <= bound
     await plane.clear(partition, await plane.keys(partition))
 
 
