@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 
@@ -109,9 +108,7 @@ class FakeTrainer:
     async def publish_weights(self, request: api.Publish) -> api.Published:
         async with self._compute:
             await self._process.spend(0.05)
-        place = next(name for name in api.Published.__struct_fields__ if name in ("address", "path"))
-        where: Any = {place: f"weights.{request.version}"}
-        return api.Published(version=request.version, bytes=1, seconds=0.05, **where)
+        return api.Published(address=f"weights.{request.version}", version=request.version, bytes=1, seconds=0.05)
 
     async def save(self, request: api.StatePath) -> Empty:
         async with self._compute:
