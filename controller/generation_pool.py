@@ -105,7 +105,10 @@ class GenerationPool:
                         if fault is None or attempt == self._failures.call_attempts:
                             if fault is not None or (lost is not None and isinstance(error, RpcTimeout)):
                                 self._lose(request, f"{attempt} attempts failed, the last one: {error}")
-                            raise in_ledgers_words(request.call_id, error) from error
+                            named = in_ledgers_words(request.call_id, error)
+                            if named is error:
+                                raise
+                            raise named from error
                         lost = error
                         request = replace(request, attempt=attempt)
                     self.counts["calls_retried"] += 1
