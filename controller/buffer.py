@@ -54,6 +54,13 @@ class GroupEntry:
     group: PromptGroup | None = None
     target_step: int | None = None
     samples: tuple[TrainSample, ...] = ()
+    ready_order: int = 0
+    """Number of the group among those that became ready."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The weights of its oldest loss token; None before it is ready."""
+        return min((s.oldest_version for s in self.samples if s.valid), default=None)
 
     @property
     def dispatched(self) -> PromptGroup:
@@ -69,9 +76,12 @@ class ReplayBuffer:
         self._permits = anyio.CapacityLimiter(capacity)
         self._entries: dict[str, GroupEntry] = {}
         self._reservations = 0
+        self._ready = 0
         self._changed = anyio.Event()
         self.ended: Counter[GroupState] = Counter()
         """Dispatched groups that ended, by end."""
+        self.dropped_for: Counter[int] = Counter()
+        """Dropped groups by the step that they had been dispatched for."""
 
     @property
     def capacity(self) -> int:
@@ -116,7 +126,9 @@ class ReplayBuffer:
         """Finalizing → ready: the rows of its valid samples are published. At least one sample must be valid."""
         if not any(s.valid for s in samples):
             raise IllegalTransition(f"group {group_id} has no valid sample; drop it instead")
-        self._move(group_id, GroupState.READY).samples = tuple(samples)
+        entry = self._move(group_id, GroupState.READY)
+        entry.samples, entry.ready_order = tuple(samples), self._ready
+        self._ready += 1
 
     def select(self, group_ids: Sequence[str]) -> list[GroupEntry]:
         """Ready → selected, all or none."""
@@ -129,7 +141,9 @@ class ReplayBuffer:
 
     def drop(self, group_id: str) -> None:
         """End a group that cannot be trained (no rollout of it could be proven)."""
-        self._move(group_id, GroupState.DROPPED)
+        entry = self._move(group_id, GroupState.DROPPED)
+        if entry.target_step is not None:
+            self.dropped_for[entry.target_step] += 1
 
     def evict(self, group_id: str) -> None:
         """End a ready group that has become too stale."""

@@ -29,6 +29,7 @@ from controller.interpreter import quiet_interpreter
 from controller.interrupts import Interrupted, open_interrupts
 from controller.machinery import Machinery, start_machinery
 from controller.observer import Observer, open_observer
+from controller.own_sampler import make_sampler
 from controller.prompts import PromptSource
 from controller.reporting.frame import ProgressSnapshot
 from controller.reporting.step_report import StepReport
@@ -252,6 +253,8 @@ class Controller:
         doing(None)
 
     def _make_environment(self) -> tuple[Environment, Iterator[Prompt], tuple[Prompt, ...]]:
+        # Made anew by the run: here only for the mistakes in one of the user's own.
+        make_sampler(self._config.rollout)
         settings = self._config.environment
         environment = self._environment
         if environment is None:

@@ -17,15 +17,20 @@ from typing import Literal, TypeAlias
 import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream
+from msgspec.structs import replace
 
 from controller import echo
 from controller.buffer import ReplayBuffer
+from controller.capture_alarm import CaptureAlarm
+from controller.config.schema import FailuresConfig
+from controller.losses import Losses
 from controller.publish import Publisher
 from controller.records import FinalizationRequest, PlayedRollout, TrainSample
 from controller.staged import Rows, StagedCleaner, StagedReader
 from controller.verdicts import Verdict, columns_of, sample_of
 from controller.waiting import Activities
 from dataplane.plane import DataPlane
+from ledger.account import Stage
 from ledger.branches import VerifiedRollout, verify_rollout
 from ledger.ledger import Ledger
 from ledger.reasons import Reason, Rejection
@@ -83,6 +88,8 @@ class FinalizerGroup:
         late_after_s: float = 60.0,
         max_dropped_in_a_row: int = 64,
         warn: Callable[[str], None] = logger.warning,
+        failures: FailuresConfig | None = None,
+        losses: Losses | None = None,
         evaluated: Callable[[str, Sequence[TrainSample]], None] = lambda _, __: None,
     ) -> None:
         self._requests = requests
@@ -94,6 +101,9 @@ class FinalizerGroup:
         self._max_dropped_in_a_row = max_dropped_in_a_row
         self._dropped_in_a_row = 0
         self._warn = warn
+        self._failures = failures or FailuresConfig()
+        self._losses = losses or Losses()
+        self._alarm = CaptureAlarm(self._failures, warn)
         self._evaluated = evaluated
         self._echo_limits = echo_limits
         self._timings: dict[str, float] = {}
@@ -131,23 +141,35 @@ class FinalizerGroup:
                 await self._finalize(request)
 
     async def _finalize(self, request: FinalizationRequest) -> None:
+        if request.aborted:
+            await self._give_up(request)
+            return
+        generated = {r.rollout_id: self._ledger.generated(r.rollout_id) for r in request.rollouts}
         receipts = await self._seal(request.rollouts)
         verdicts = await self._verdicts(request.rollouts, receipts)
         if request.evaluation is not None:
             await self._conclude(request, request.evaluation, receipts, verdicts)
             return
-        failed = _failed(verdicts)
-        if failed is None or self._on_failure == "placeholder":
+        failed = None if self._on_failure == "placeholder" else _failed(verdicts)
+        raised = sum(rollout.failure is Reason.ENVIRONMENT_FAILED for rollout in request.rollouts)
+        why = Reason.NO_VALID_ROLLOUT if failed is None else failed[1].reason
+        if raised > self._failures.max_failed_per_prompt:
+            why = Reason.PROMPT_FAILED
+        elif failed is None:
             verdicts = await self._publish(verdicts)
-            failed = None
-        samples = [sample_of(rollout, verdicts[rollout.rollout_id]) for rollout in request.rollouts]
+        samples = [
+            replace(sample_of(rollout, verdicts[rollout.rollout_id]), generated=generated[rollout.rollout_id])
+            for rollout in request.rollouts
+        ]
         for rollout_id, verdict in verdicts.items():
             self._count(rollout_id, verdict)
         with anyio.CancelScope(shield=True):
             await self._record(samples, verdicts)
             if failed is not None and self._on_failure == "abort":
                 raise CustodyFailed(*failed)
-            if failed is None and any(sample.valid for sample in samples):
+            kept = why is Reason.NO_VALID_ROLLOUT and any(sample.valid for sample in samples)
+            self._losses.played(samples, None if kept else why)
+            if kept:
                 await self._ledger.committed(request.group_id)
                 self._buffer.commit_finalized(request.group_id, samples)
                 self.committed += 1
@@ -155,11 +177,11 @@ class FinalizerGroup:
             else:
                 self._buffer.drop(request.group_id)
                 self._dropped_in_a_row += 1
-                reason = Reason.NO_VALID_ROLLOUT if failed is None else failed[1].reason
-                await self._ledger.dropped(request.group_id, reason=reason)
+                await self._ledger.dropped(request.group_id, reason=why)
             await self._clear(request.rollouts, receipts)
             if self._dropped_in_a_row >= self._max_dropped_in_a_row:
-                last = next(v for v in reversed(verdicts.values()) if isinstance(v, Rejection))
+                last = next((v for v in reversed(verdicts.values()) if isinstance(v, Rejection)), None)
+                last = last or Rejection(why, why.meaning)
                 raise NothingTrainable(self._dropped_in_a_row, self.rejections, last)
 
     async def _conclude(
@@ -172,6 +194,20 @@ class FinalizerGroup:
             await self._ledger.evaluated(request.group_id, step=step)
             await self._clear(request.rollouts, receipts)
             self._evaluated(request.group_id, samples)
+
+    async def _give_up(self, request: FinalizationRequest) -> None:
+        """End a group that is not played any more, and clear what its rollouts staged, or will have staged in a moment."""
+        stages = self._ledger.stages(request.group_id)
+        with anyio.CancelScope(shield=True):
+            receipts: list[Receipt] = []
+            for rollout_id in (r for r, stage in stages.items() if not stage.finished):
+                if stages[rollout_id] is Stage.RUNNING:
+                    self._losses.aborted(self._ledger.generated(rollout_id))
+                    receipts.append(await self._ledger.abort(rollout_id, request.aborted))
+            self._buffer.abort(request.group_id)
+            await self._ledger.aborted(request.group_id, request.aborted)
+            with self._phase("clear"):
+                await self._cleaner.clear(receipts, stages)
 
     async def _clear(self, rollouts: Sequence[PlayedRollout], receipts: Sequence[Receipt]) -> None:
         """Clear what the rollouts staged, and those that were lost and played again."""
@@ -235,6 +271,7 @@ class FinalizerGroup:
                 tg.start_soon(self._ledger.finalize, sample.rollout_id, reason, detail)
 
     def _count(self, rollout_id: str, verdict: Verdict) -> None:
+        self._alarm.ended(failed=isinstance(verdict, Rejection) and verdict.failure_class == "capture")
         match verdict:
             case Rejection():
                 if str(verdict.reason) not in self.rejections:
@@ -244,6 +281,7 @@ class FinalizerGroup:
                 self.rejections[str(verdict.reason)] += 1
                 self._counts["rejected"] += 1
                 self._counts[f"rejected_{verdict.reason}"] += 1
+                self._counts[f"rejected_class_{verdict.failure_class}"] += 1
             case echo.EchoedRow():
                 self._counts["unproven"] += 1
             case VerifiedRollout():

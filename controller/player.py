@@ -2,7 +2,7 @@
 
 One that machinery lost is played again, under another id: nothing of the lost one, which is aborted, can get into it.
 
-Invariant: what was played has a finite reward; whatever else an environment does ends the run.
+Invariant: what was played has a finite reward. An environment may raise at a few; whatever else it does ends the run.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from numbers import Real
 
-import anyio
 from msgspec.structs import replace
 
 from controller.config.schema import FailuresConfig
 from controller.context import InLoopContext
+from controller.environment_budget import EnvironmentBudget
 from controller.first_error import explanations
 from controller.foreign import await_foreign
 from controller.generation_pool import CallTrouble
 from controller.records import PlayedRollout, PromptGroup
 from controller.redispatch import RedispatchBudget
+from controller.turns import Turns
 from controller.waiting import ENVIRONMENT, Activities
-from ledger.errors import CallFailedError, RolloutClosed
+from ledger.errors import CallFailedError, CallRefused, RolloutClosed
 from ledger.ledger import Ledger
 from ledger.reasons import Reason
 from ledger.receipts import Receipt
@@ -50,6 +51,8 @@ class Player:
         timeout_s: float,
         trouble: Callable[[str], CallTrouble] = lambda _: CallTrouble(),
         budget: RedispatchBudget | None = None,
+        failures: EnvironmentBudget | None = None,
+        turns: Turns | None = None,
         echo: bool = False,
     ) -> None:
         self._environment = environment
@@ -59,6 +62,8 @@ class Player:
         self._forget = forget
         self._activities = Activities() if activities is None else activities
         self._budget = budget or RedispatchBudget(FailuresConfig())
+        self._failures = failures or EnvironmentBudget(FailuresConfig())
+        self._turns = turns or Turns()
         self._timeout_s = timeout_s
         self._echo = echo
         self.playing = 0
@@ -105,21 +110,18 @@ class Player:
         context = self._make_context(rollout_id)
         result: object = None
         failure: Reason | None = None
-        with anyio.move_on_after(self._timeout_s) as deadline:
+        with self._turns.playing(rollout_id, timeout_s=self._timeout_s) as overdue:
             try:
                 with self._activities.doing(rollout_id, "is in the environment", on=ENVIRONMENT):
                     result = await await_foreign(
                         self._rollout(context, group), f"rollout {rollout_id}", on_cancel=context.close
                     )
             except Exception as e:
-                if not any(isinstance(cause, CallFailedError) for cause in explanations(e)):
-                    raise RolloutError(
-                        self._place(group, rollout_id) + f"rollout() raised {type(e).__name__}: {e}"
-                    ) from e
-                result = RolloutResult(reward=0.0)
-                failure = None if self._call_failed(rollout_id) else Reason.CALL_FAILED
-        if deadline.cancelled_caught:
-            failure, result = Reason.ROLLOUT_TIMEOUT, RolloutResult(reward=0.0)
+                result, failure = RolloutResult(reward=0.0), self._judged(e, group, rollout_id)
+            else:
+                self._failures.played()
+        if overdue.reason is not None:
+            failure, result = overdue.reason, RolloutResult(reward=0.0)
         result = self._checked(group, rollout_id, result)
         if context.terminal is not None:
             # Sealed over the control plane, the record holds what was declared by then.
@@ -135,6 +137,17 @@ class Player:
             failure=failure,
             tokens=result.tokens,
         )
+
+    def _judged(self, error: Exception, group: PromptGroup, rollout_id: str) -> Reason | None:
+        """What the environment's exception makes of the rollout; None where the record says it. Raises RolloutError."""
+        causes = list(explanations(error))
+        if any(isinstance(cause, CallFailedError) for cause in causes):
+            return None if self._call_failed(rollout_id) else Reason.CALL_FAILED
+        place = self._place(group, rollout_id)
+        fatal = self._failures.spend(place, error, refused=any(isinstance(cause, CallRefused) for cause in causes))
+        if fatal:
+            raise RolloutError(f"{place}rollout() raised {type(error).__name__}: {error} ({fatal})") from error
+        return Reason.ENVIRONMENT_FAILED
 
     def _call_failed(self, rollout_id: str) -> bool:
         """Whether the record says that a call failed where the rollout may have been meant to end."""

@@ -55,6 +55,8 @@ class TrainSample(Struct, frozen=True, kw_only=True):
     """False when the environment returned the tokens itself."""
     reason: Reason | None = None
     """Why it is a placeholder."""
+    generated: int = 0
+    """Tokens that its answered calls generated, trained or not."""
 
     @property
     def valid(self) -> bool:
@@ -74,6 +76,9 @@ class FinalizationRequest(Struct, frozen=True, kw_only=True):
 
     group_id: str
     rollouts: tuple[PlayedRollout, ...]
+    """Empty for a group that was given up while it was played."""
+    aborted: str = ""
+    """Why it was given up."""
     evaluation: int | None = None
     """Of a held-out group, which is verified and never published: the steps done before its evaluation."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import anyio
-from anyio.abc import ObjectSendStream
+from anyio.abc import ObjectSendStream, TaskGroup
 
 from controller.buffer import GroupEntry, GroupState, ReplayBuffer
 from controller.config.schema import RolloutConfig
@@ -20,6 +20,9 @@ from controller.run_state import RunState
 from controller.samplers import Sampler
 from controller.waiting import PROMPTS, ROLLOUT_PUMP, Activities
 from ledger.ledger import Ledger
+
+TOO_STALE = "too_stale"
+"""Why a group is given up while it is played."""
 
 
 def group_id_of(number: int) -> str:
@@ -55,19 +58,37 @@ class RolloutPump:
         self._ledger = ledger
         self._finalize = finalize
         self._activities = activities
+        self._abortable: dict[str, anyio.CancelScope] = {}
+        """The groups that are played, less those that are being aborted."""
         self.next_group = first_group
 
     async def run(self) -> None:
         """Dispatch until the prompts are exhausted, then wait for what is in flight. Otherwise runs until cancelled."""
-        async with anyio.create_task_group() as tg:
-            while True:
-                with self._activities.doing(ROLLOUT_PUMP, "waiting for the sampler to admit a group"):
-                    await self._buffer.wait_until(self.may_dispatch)
-                entry = await self._dispatch()
-                if entry is None:
-                    self._state.exhaust()
-                    return
-                tg.start_soon(self._play_group, entry)
+        async with anyio.create_task_group() as watch:
+            watch.start_soon(self._abort_useless)
+            async with anyio.create_task_group() as tg:
+                await self._dispatch_all(tg)
+            watch.cancel_scope.cancel()
+
+    async def _dispatch_all(self, tg: TaskGroup) -> None:
+        while True:
+            with self._activities.doing(ROLLOUT_PUMP, "waiting for the sampler to admit a group"):
+                await self._buffer.wait_until(self.may_dispatch)
+            entry = await self._dispatch()
+            if entry is None:
+                self._state.exhaust()
+                return
+            tg.start_soon(self._play_group, entry)
+
+    async def _abort_useless(self) -> None:
+        """Stop playing what no step can use any more: it would keep engines and slots from what can be trained."""
+        while True:
+            await self._buffer.wait_until(lambda: bool(self._useless()))
+            for group_id in self._useless():
+                self._abortable.pop(group_id).cancel()
+
+    def _useless(self) -> list[str]:
+        return [g for g in self._sampler.should_abort_inflight(self._state.view()) if g in self._abortable]
 
     def may_dispatch(self) -> bool:
         """Whether the policy admits a group now."""
@@ -113,11 +134,19 @@ class RolloutPump:
         async def play(rollout_id: str) -> None:
             played[rollout_id] = await self._player.play(group, rollout_id)
 
-        async with anyio.create_task_group() as tg:
-            for rollout_id in group.rollout_ids:
-                tg.start_soon(play, rollout_id)
+        scope = self._abortable[group.group_id] = anyio.CancelScope()
+        try:
+            with scope:
+                async with anyio.create_task_group() as tg:
+                    for rollout_id in group.rollout_ids:
+                        tg.start_soon(play, rollout_id)
+        finally:
+            self._abortable.pop(group.group_id, None)
         self._buffer.begin_finalizing(group.group_id)
-        request = FinalizationRequest(
-            group_id=group.group_id, rollouts=tuple(played[rollout_id] for rollout_id in group.rollout_ids)
-        )
+        if scope.cancelled_caught:
+            request = FinalizationRequest(group_id=group.group_id, rollouts=(), aborted=TOO_STALE)
+        else:
+            request = FinalizationRequest(
+                group_id=group.group_id, rollouts=tuple(played[rollout_id] for rollout_id in group.rollout_ids)
+            )
         await self._finalize.send(request)

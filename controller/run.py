@@ -13,18 +13,21 @@ from msgspec.structs import replace
 from controller.agreement import AgreementMonitor
 from controller.buffer import GroupState, ReplayBuffer
 from controller.checkpoint import Checkpoints, ControllerState
-from controller.config.figures import generating_groups, sampler_of
+from controller.config.figures import generating_groups
 from controller.config.schema import Config, GateConfig, RolloutConfig
 from controller.context import InLoopContext
 from controller.echo import Limits as EchoLimits
+from controller.environment_budget import EnvironmentBudget
 from controller.evaluation import Evaluator, is_held_out
 from controller.finalizer import FinalizerGroup
 from controller.fleet_monitor import FleetMonitor, member_of
 from controller.gateway import Listener
 from controller.generation_pool import GenerationPool
+from controller.losses import Losses
 from controller.machinery import Machinery
 from controller.member import WorkerState
 from controller.observer import Observer
+from controller.own_sampler import make_sampler
 from controller.player import Player
 from controller.prompts import PromptSource
 from controller.records import FinalizationRequest, TrainSample
@@ -37,6 +40,7 @@ from controller.run_state import RunState
 from controller.sentinel.sentinel import Sentinel
 from controller.step_summary import summarise
 from controller.train_pump import TrainedStep, TrainPump
+from controller.turns import Turns
 from controller.waiting import ENGINES, TRAIN_PUMP, Activities
 from controller.waits.graph import WaitGraph
 from controller.waits.health import checks_of
@@ -86,7 +90,7 @@ class Run:
         self._groups_before = {end: 0 if resumed is None else resumed.groups.get(end, 0) for end in ENDS}
         # Groups that an earlier process dispatched after its checkpoint keep their ids.
         self._first_group = max(0 if resumed is None else resumed.next_group, number_after(ledger.last_group))
-        sampler = sampler_of(config.rollout)
+        sampler = make_sampler(config.rollout)
         self.buffer = ReplayBuffer(sampler.required_capacity())
         first_step = 0 if resumed is None else resumed.step
         self.state = RunState(self.buffer, step=first_step, last_step=config.run.steps)
@@ -112,6 +116,9 @@ class Run:
             on_state=observer.worker_state,
         )
         self.redispatch = RedispatchBudget(config.failures)
+        self.environment_failures = EnvironmentBudget(config.failures)
+        self.losses = Losses(config.environment.name)
+        self._turns = Turns(config.rollout.turn_timeout_s)
         self._gate = Gate(
             self.ledger,
             self._generate,
@@ -159,6 +166,8 @@ class Run:
             late_after_s=2 * config.dataplane.timeout_s,
             max_dropped_in_a_row=config.finalizer.max_dropped_in_a_row,
             warn=observer.progress.warning,
+            failures=config.failures,
+            losses=self.losses,
             evaluated=self._evaluated,
         )
         self._player = self._player_with(environment, self._sampling)
@@ -188,6 +197,7 @@ class Run:
         self._training = TrainPump(
             training=config.training,
             advantage=config.advantage,
+            losses=self.losses,
             credit=capture.credit,
             seed=config.run.seed,
             buffer=self.buffer,
@@ -298,7 +308,8 @@ class Run:
         return self.finalizers.committed + self.evaluator.played, self.state.step
 
     async def _generate(self, request: CallRequest) -> CallReply:
-        with self.rollouts.doing(request.rollout_id, "waits for the model", on=ENGINES):
+        doing = self.rollouts.doing(request.rollout_id, "waits for the model", on=ENGINES)
+        with doing, self._turns.in_call(request.rollout_id):
             return await self.pool.generate(request)
 
     def snapshot(self) -> ProgressSnapshot:
@@ -355,6 +366,8 @@ class Run:
             forget=self._forget,
             activities=self.rollouts,
             budget=self.redispatch,
+            failures=self.environment_failures,
+            turns=self._turns,
             timeout_s=self._config.rollout.timeout_s,
             echo=not self._config.token_capture.enabled,
         )
@@ -384,6 +397,7 @@ class Run:
             custody=self.finalizers.take_counts(),
             loop=self._sentinel.take_figures(),
             fleet=self._fleet_metrics(),
+            losses=self.losses.metrics(),
         )
         self._step_ended = now
         self._last_report = report
@@ -400,6 +414,7 @@ class Run:
             **{name: self.pool.counts[name] for name in ("calls_retried", "calls_lost")},
             "rollouts_lost": self.redispatch.lost,
             "rollouts_played_again": self.redispatch.again,
+            "environment_failures": self.environment_failures.failed,
         }
 
     async def _after_step(self) -> None:

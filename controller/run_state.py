@@ -58,4 +58,5 @@ class RunState:
             last_step=self.last_step,
             entries=self._buffer.entries,
             exhausted=self.exhausted,
+            dropped=self._buffer.dropped_for,
         )

@@ -26,6 +26,7 @@ def summarise(
     custody: Mapping[str, int] | None = None,
     loop: Mapping[str, float] | None = None,
     fleet: Mapping[str, float] | None = None,
+    losses: Mapping[str, float] | None = None,
 ) -> StepReport:
     """`seconds`: wall time since the previous step ended. `counts`: rollouts so far by end.
 
@@ -66,6 +67,7 @@ def summarise(
         data_plane=dict(data_plane),
         custody={name: float(count) for name, count in (custody or {}).items()},
         fleet=dict(fleet or {}),
+        losses=dict(losses or {}),
         loop=dict(loop or {}),
         rows=sum(len(s.rows) for s in trained),
         unproven=sum(not s.proven for s in trained),

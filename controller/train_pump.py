@@ -14,13 +14,14 @@ from contextlib import contextmanager
 import anyio
 import numpy as np
 
-from controller.advantages import coin_flips, group_advantages
+from controller.advantages import Group, coin_flips, step_advantages
 from controller.agreement import AgreementMonitor
 from controller.batching import plan_microbatches
 from controller.buffer import GroupEntry, ReplayBuffer
 from controller.config.schema import AdvantageConfig, TrainingConfig
 from controller.credit import Credit, row_weights
 from controller.evaluation import Evaluator
+from controller.losses import Losses
 from controller.records import TrainSample
 from controller.run_state import RunState
 from controller.samplers import Sampler
@@ -93,6 +94,7 @@ class TrainPump:
         after_step: Callable[[], Awaitable[None]],
         on_phase: Callable[[str, int, float, float], None],
         activities: Activities,
+        losses: Losses | None = None,
         credit: Credit = "equal",
         seed: int = 0,
     ) -> None:
@@ -116,6 +118,7 @@ class TrainPump:
         self._after_step = after_step
         self._on_phase = on_phase
         self._activities = activities
+        self._losses = losses or Losses()
         self._to_clear: set[str] = set()
 
     async def run(self) -> None:
@@ -139,6 +142,7 @@ class TrainPump:
         with anyio.CancelScope(shield=True):
             for entry in entries:
                 self._buffer.evict(entry.group_id)
+                self._losses.evicted(entry.samples)
                 await self._ledger.evicted(entry.group_id)
             await self._clear(key for e in entries for s in e.samples for key in s.keys)
 
@@ -204,15 +208,21 @@ class TrainPump:
                 await self._evaluator.evaluate()
 
     def _with_advantages(self, groups: Sequence[GroupEntry]) -> Samples:
-        out: list[tuple[GroupEntry, TrainSample, float]] = []
+        inputs: list[Group] = []
         for entry in groups:
             rewards = np.array([s.reward for s in entry.samples], dtype=np.float64)
             if self._advantage.rewards == "random":
                 rewards = coin_flips(self._seed, entry.group_id, len(rewards))
             valid = np.array([s.valid for s in entry.samples])
-            advantages = group_advantages(self._advantage.estimator, rewards, valid)
-            out += [(entry, s, float(a)) for s, a in zip(entry.samples, advantages, strict=True) if s.valid]
-        return out
+            lengths = np.array([s.loss_tokens for s in entry.samples], dtype=np.int64)
+            inputs.append(Group(rewards, valid, lengths))
+        advantages = step_advantages(self._advantage.estimator, inputs)
+        return [
+            (entry, sample, float(advantage))
+            for entry, of_group in zip(groups, advantages, strict=True)
+            for sample, advantage in zip(entry.samples, of_group, strict=True)
+            if sample.valid
+        ]
 
     async def _prepare(self, done: TrainedStep, keys: list[str]) -> None:
         """Have the trainer compute the logprobs that the loss compares with, before the weights move."""

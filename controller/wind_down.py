@@ -84,6 +84,7 @@ class WindDown:
             **msgspec.structs.asdict(rollouts),
             groups=groups,
             drop_reasons=dict(self._run.finalizers.rejections),
+            losses=self._run.losses.report(),
             unproven=sum(report.unproven for report in reports),
             rows_left=rows_left,
             children_left=sum(_alive(pid) for pid in self._machinery.fleet.pids),

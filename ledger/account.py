@@ -113,6 +113,10 @@ class Groups:
         group_id = self._group_of.get(rollout_id)
         return None if group_id is None else self._live[group_id].stages[rollout_id]
 
+    def stages(self, group_id: str) -> dict[str, Stage]:
+        """Of the rollouts of a live group."""
+        return dict(self._group(group_id).stages)
+
     def apply(self, event: GroupEvent) -> None:
         """Raises UnknownGroup or IllegalTransition."""
         match event:

@@ -92,6 +92,15 @@ class Ledger:
         """How many calls the open or sealed rollout has made."""
         return len(self._rollout(rollout_id).calls)
 
+    def generated(self, rollout_id: str) -> int:
+        """Tokens that the answered calls of the open or sealed rollout generated."""
+        calls = (call.coords for call in self._rollout(rollout_id).calls)
+        return sum(span.end - span.start for coords in calls if coords is not None for span in coords.weight_spans)
+
+    def stages(self, group_id: str) -> dict[str, Stage]:
+        """Where each rollout of a live group is, those that were played in place of others too."""
+        return self._groups.stages(group_id)
+
     def entries(self) -> list[RolloutEntry]:
         """The open and sealed rollouts."""
         return [entry(rollout) for rollout in self._rollouts.values()]

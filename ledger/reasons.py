@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -17,6 +18,10 @@ class _Code(StrEnum):
         return member
 
 
+FailureClass: TypeAlias = Literal["infra", "data", "capture"]
+"""`infra`: machinery. `data`: the prompt, or what the environment did with it. `capture`: custody that cannot be proven."""
+
+
 class Reason(_Code):
     """Why a rollout is rejected: its tokens cannot be proven to be what the agent's scored conversation was."""
 
@@ -24,6 +29,8 @@ class Reason(_Code):
     NOT_SEALED = "not_sealed", "the rollout is still open, so its record can still grow"
     ABORTED = "aborted", "the controller gave the rollout up"
     ROLLOUT_TIMEOUT = "rollout_timeout", "the rollout did not end within its deadline"
+    TURN_TIMEOUT = "turn_timeout", "the environment took longer than its deadline between two model calls"
+    ENVIRONMENT_FAILED = "environment_failed", "the environment raised at this rollout"
     UNSETTLED_CALL = (
         "unsettled_call",
         "a call was admitted and neither committed nor failed before the rollout was sealed",
@@ -68,11 +75,46 @@ class Reason(_Code):
 
     NOT_PUBLISHED = "not_published", "the data plane did not take the verified row within its deadlines"
     NO_VALID_ROLLOUT = "no_valid_rollout", "no rollout of the group could be verified, so the group is dropped"
+    PROMPT_FAILED = (
+        "prompt_failed",
+        "the environment raised at too many rollouts of the prompt, so the group is dropped",
+    )
 
     @property
     def of_the_rollout(self) -> bool:
         """The rollout itself came to no good end; nothing was wrong with its custody."""
-        return self in (Reason.NO_CALLS, Reason.ABORTED, Reason.ROLLOUT_TIMEOUT, Reason.CALL_FAILED)
+        return self in _OF_THE_ROLLOUT
+
+    @property
+    def failure_class(self) -> FailureClass:
+        """Whose failure it is, where the rejection does not know it better."""
+        if self in _INFRA:
+            return "infra"
+        return "data" if self in _DATA else "capture"
+
+
+_INFRA = frozenset({Reason.ABORTED, Reason.CALL_FAILED, Reason.ROWS_UNAVAILABLE, Reason.NOT_PUBLISHED})
+_DATA = frozenset(
+    {
+        Reason.NO_CALLS,
+        Reason.ROLLOUT_TIMEOUT,
+        Reason.TURN_TIMEOUT,
+        Reason.ENVIRONMENT_FAILED,
+        Reason.NO_TOKENS,
+        Reason.BAD_TOKENS,
+        Reason.PROMPT_FAILED,
+    }
+)
+_OF_THE_ROLLOUT = frozenset(
+    {
+        Reason.NO_CALLS,
+        Reason.ABORTED,
+        Reason.ROLLOUT_TIMEOUT,
+        Reason.TURN_TIMEOUT,
+        Reason.ENVIRONMENT_FAILED,
+        Reason.CALL_FAILED,
+    }
+)
 
 
 class CallFailure(_Code):
@@ -90,9 +132,25 @@ class CallFailure(_Code):
     CANCELLED = "cancelled", "the caller stopped waiting"
     INVALID_COORDS = "invalid_coords", "the worker's answer contradicts the request or itself"
 
+    @property
+    def failure_class(self) -> FailureClass:
+        match self:
+            case CallFailure.REFUSED:
+                return "data"
+            case CallFailure.CAPTURE_FAILED | CallFailure.INVALID_COORDS:
+                return "capture"
+            case _:
+                return "infra"
+
 
 class Rejection(Struct, frozen=True):
     """A rollout's rejection, or a link's: the code for programs, the detail for people."""
 
     reason: Reason
     detail: str
+    call: CallFailure | None = None
+    """How the call failed, where that is the reason."""
+
+    @property
+    def failure_class(self) -> FailureClass:
+        return self.reason.failure_class if self.call is None else self.call.failure_class

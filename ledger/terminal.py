@@ -45,11 +45,13 @@ def no_end(rollout: Rollout) -> Rejection | None:
     answered = committed(rollout)
     if not answered:
         if failed:
-            return Rejection(Reason.CALL_FAILED, f"no call succeeded; {failed[0].id!r} failed: {failed[0].failure}")
+            why = f"no call succeeded; {failed[0].id!r} failed: {failed[0].failure}"
+            return Rejection(Reason.CALL_FAILED, why, failed[0].failure)
         return Rejection(Reason.UNSETTLED_CALL, "no call has an outcome")
     for call in failed:
         if call.seq > answered[-1].seq and call.failure is not CallFailure.REFUSED:
-            return Rejection(Reason.CALL_FAILED, f"{call.id!r}, after the last answered call, failed: {call.failure}")
+            why = f"{call.id!r}, after the last answered call, failed: {call.failure}"
+            return Rejection(Reason.CALL_FAILED, why, call.failure)
     return None
 
 
@@ -77,7 +79,7 @@ def _declared(rollout: Rollout, name: str) -> Call | Rejection:
     if call is None:
         return Rejection(Reason.UNKNOWN_TERMINAL, f"declared terminal {name!r} is no call of the rollout")
     if call.state is CallState.FAILED:
-        return Rejection(Reason.CALL_FAILED, f"declared terminal {name!r} failed: {call.failure}")
+        return Rejection(Reason.CALL_FAILED, f"declared terminal {name!r} failed: {call.failure}", call.failure)
     if call.state is not CallState.COMMITTED:
         return Rejection(Reason.UNSETTLED_CALL, f"declared terminal {name!r} has no outcome")
     return call

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from controller.config.engine import engine
-from controller.config.figures import context_tokens, generating_groups, sampler_of
+from controller.config.figures import context_tokens, generating_groups
 from controller.config.load import check_values
 from controller.config.model_dir import ModelFacts, inspect_model
 from controller.config.plane import plane
 from controller.config.problems import Problem
+from controller.config.sampling import sampling
 from controller.config.schema import Config
 from controller.config.surroundings import environment, folders, kind_of, machine, model_folder
 from controller.config.weight_sync import weight_sync
@@ -40,7 +41,7 @@ def check_config(config: Config) -> Findings:
         *model_folder(path, faults),
         *environment(config.environment),
         *engine(config.generation),
-        *_sampling(config),
+        *sampling(config),
         *_signal(config),
         *_token_capture(config),
         *_context(config, model),
@@ -58,40 +59,10 @@ def check_config(config: Config) -> Findings:
     return Findings(tuple(p for p in found if not p.warning), tuple(p for p in found if p.warning), model)
 
 
-def _sampling(config: Config) -> Iterator[Problem]:
-    rollout = config.rollout
-    if rollout.over_sampling > 1 and rollout.sampler != "windowed":
-        yield Problem(
-            path="rollout.over_sampling",
-            what=f"{rollout.over_sampling:g} with rollout.sampler {rollout.sampler}",
-            allowed="1 with in_order: a step trains exactly the groups dispatched for it, so none can be surplus",
-            remedy="remove it, or set rollout.sampler: windowed",
-        )
-    elif rollout.over_sampling > 1 and rollout.max_staleness == 0:
-        live = sampler_of(rollout).required_capacity()
-        yield Problem(
-            path="rollout.over_sampling",
-            what=f"{rollout.over_sampling:g} with rollout.max_staleness 0",
-            allowed=(
-                f"1 with max_staleness 0: of {live} groups a step trains {rollout.groups_per_step}, and the "
-                f"{live - rollout.groups_per_step} others are 1 step old for the next one, 1 > 0, so each is evicted"
-            ),
-            remedy="remove it, or set rollout.max_staleness: 1",
-        )
-    live = sampler_of(rollout).required_capacity()
-    if rollout.max_in_flight_groups is not None and rollout.max_in_flight_groups > live:
-        yield Problem(
-            path="rollout.max_in_flight_groups",
-            what=f"{rollout.max_in_flight_groups} has no effect: the sampler never holds more than {live} groups",
-            allowed=f"an integer from 1 to {live} (fewer than groups_per_step is fine: ready groups do not count)",
-            warning=True,
-        )
-
-
 def _signal(config: Config) -> Iterator[Problem]:
     """What would leave every advantage at 0, or the importance ratio biased."""
     rollout, estimator = config.rollout, config.advantage.estimator
-    if rollout.group_size < 2:
+    if rollout.group_size < 2 and estimator != "reinforce++":
         yield Problem(
             path="rollout.group_size",
             what=f"{rollout.group_size} with advantage.estimator {estimator}",

@@ -73,8 +73,11 @@ def allowed(field_type: Any) -> str:
 
 
 def words_of(field_type: Any) -> tuple[str, ...]:
-    """The words of an enumeration; () for any other type."""
+    """The words of an enumeration, or those that a text's type gives as examples; () for any other type."""
     info = type_info(field_type)
+    if isinstance(info, Metadata):
+        schema = cast(dict[str, list[str]], info.extra_json_schema or {})
+        return tuple(schema.get("examples", ()))
     return tuple(str(v) for v in info.values) if isinstance(info, LiteralType) else ()
 
 

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 
 from controller.config.model_dir import ModelFacts
 from controller.config.schema import Config, ModelConfig, RolloutConfig
-from controller.samplers import InOrder, Sampler, Windowed
+from controller.in_order import InOrder
+from controller.samplers import ReadyFirst, Sampler, WeightFifo, Windowed
 
 
-def sampler_of(rollout: RolloutConfig) -> Sampler:
-    if rollout.sampler == "in_order":
-        return InOrder(rollout.groups_per_step, rollout.max_staleness)
-    return Windowed(rollout.groups_per_step, rollout.max_staleness, rollout.over_sampling)
+def built_in_sampler(rollout: RolloutConfig) -> Sampler | None:
+    """None where it is one of the user's own. Raises ValueError for settings that contradict each other."""
+    size = (rollout.groups_per_step, rollout.max_staleness)
+    floor = min_groups(rollout)
+    match rollout.sampler:
+        case "windowed":
+            age, freshest_first = rollout.staleness_from, rollout.freshest_first
+            return Windowed(*size, rollout.over_sampling, age=age, freshest_first=freshest_first, min_groups=floor)
+        case "ready_first":
+            return ReadyFirst(*size, min_groups=floor)
+        case "weight_fifo":
+            return WeightFifo(*size, min_groups=floor)
+        case "in_order":
+            return InOrder(*size, min_groups=floor)
+        case _:
+            return None
+
+
+def min_groups(rollout: RolloutConfig) -> int:
+    """The fewest groups that a step trains with when groups were dropped."""
+    return math.ceil(rollout.groups_per_step * rollout.min_step_batch_fraction)
+
+
+def live_groups(rollout: RolloutConfig) -> int:
+    """Groups that are live at the same time; for a sampler of the user's own what the built-in ones need."""
+    window = rollout.groups_per_step * (rollout.max_staleness + 1)
+    return math.ceil(window * rollout.over_sampling) if rollout.sampler == "windowed" else window
 
 
 def generating_groups(rollout: RolloutConfig) -> int:
     """Most groups that generate at the same time."""
-    live = sampler_of(rollout).required_capacity()
+    live = live_groups(rollout)
     return live if rollout.max_in_flight_groups is None else min(rollout.max_in_flight_groups, live)
 
 

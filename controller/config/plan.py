@@ -9,7 +9,14 @@ from pathlib import Path
 import msgspec
 
 from controller.config.describe import keys
-from controller.config.figures import context_tokens, generating_groups, sampler_of, weight_bytes, weights_folder
+from controller.config.figures import (
+    context_tokens,
+    generating_groups,
+    live_groups,
+    min_groups,
+    weight_bytes,
+    weights_folder,
+)
 from controller.config.model_dir import ModelFacts
 from controller.config.schema import Config, DataPlaneConfig
 from ledger.segments import FOLDER as LEDGER
@@ -98,7 +105,7 @@ def _data_plane(config: DataPlaneConfig) -> str:
 
 def _capacities(config: Config) -> Iterator[Row]:
     rollout, generation = config.rollout, config.generation
-    live, generating = sampler_of(rollout).required_capacity(), generating_groups(rollout)
+    live, generating = live_groups(rollout), generating_groups(rollout)
     surplus = f" x {rollout.over_sampling:g} over-sampled" if rollout.over_sampling > 1 else ""
     yield (
         "groups live",
@@ -108,6 +115,8 @@ def _capacities(config: Config) -> Iterator[Row]:
     queued = f", {rollouts - decoding} of them waiting for a place" if rollouts > decoding else ""
     yield "groups generating", f"{generating}: {rollouts} rollouts, {decoding} decode together{queued}"
     yield "staleness", f"at most {_count(rollout.max_staleness, 'step')} behind the weights being trained"
+    if min_groups(rollout) < rollout.groups_per_step:
+        yield "groups dropped", f"not replaced while a step has {min_groups(rollout)} of {rollout.groups_per_step}"
     yield "groups being verified", str(config.finalizer.concurrency)
 
 
@@ -129,6 +138,7 @@ def _deadlines(config: Config) -> Iterator[Row]:
     rollout, stall = config.rollout, config.watchdog
     yield "model call", f"{rollout.call_timeout_s:g} s"
     yield "rollout", f"{rollout.timeout_s:g} s, dispatch to reward"
+    yield "turn", f"{min(rollout.turn_timeout_s, rollout.timeout_s):g} s, between two model calls"
     yield "trainer call", f"{config.training.step_timeout_s:g} s"
     yield "data plane", f"{config.dataplane.timeout_s:g} s for each put, get, clear"
     yield "weight sync", f"{config.weight_sync.timeout_s:g} s"

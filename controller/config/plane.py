@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from controller.config.figures import context_tokens, sampler_of
+from controller.config.figures import context_tokens, live_groups
 from controller.config.model_dir import ModelFacts
 from controller.config.problems import Problem
 from controller.config.schema import Config, DataPlaneConfig
@@ -68,7 +68,7 @@ def _room(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
     room = dataplane.storage_units * dataplane.mooncake.memory_mb
     context = context_tokens(config, model)
     if context is not None:
-        rollouts = sampler_of(rollout).required_capacity() * rollout.group_size
+        rollouts = live_groups(rollout) * rollout.group_size
         wanted = rollouts * context * (STAGED_BYTES + TRAINED_BYTES) / 2**20
         if wanted > room:
             yield Problem(

@@ -25,6 +25,14 @@ Transport = Annotated[
     str,
     Meta(pattern=r"^(file|gloo|nccl|ipc|[^:]+:[^:]+)$", description="file, gloo, nccl, ipc or module:Class"),
 ]
+SamplerName = Annotated[
+    str,
+    Meta(
+        pattern=r"^(windowed|ready_first|weight_fifo|in_order|[^:]+:[^:]+)$",
+        description="windowed, ready_first, weight_fifo, in_order or module:Class",
+        examples=["windowed", "ready_first", "weight_fifo", "in_order"],
+    ),
+]
 Device = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$", description="cpu, cuda or cuda:N")]
 
 
@@ -58,9 +66,20 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Rollouts per prompt."""
     max_staleness: NonNegativeInt = 1
     """How many optimizer steps the weights that began a rollout may lag behind those it trains. 0 is on-policy."""
-    sampler: Literal["windowed", "in_order"] = "windowed"
-    """`windowed` trains the oldest ready groups within the staleness window; `in_order` trains each group at exactly the
-    step it was dispatched for."""
+    sampler: SamplerName = "windowed"
+    """Which groups train together. `windowed`: the oldest ready ones within the staleness window. `ready_first`: those that
+    were ready first. `weight_fifo`: none before those of older weights. `in_order`: each at exactly the step it was
+    dispatched for. Or `module:Class` of your own; docs/samplers.md."""
+    sampler_args: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of your own sampler's constructor, beside groups_per_step and max_staleness."""
+    staleness_from: Literal["dispatch", "oldest_token"] = "dispatch"
+    """`windowed` only: what the staleness of a ready group counts from. `dispatch`: the weights served then.
+    `oldest_token`: those that its oldest loss token was sampled with, which are newer where it waited for an engine."""
+    freshest_first: bool = False
+    """`windowed` with over_sampling only: of the ready groups those of the newest weights train first."""
+    min_step_batch_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """A dropped group is replaced by another while a step has at most this share of groups_per_step; above it the step
+    trains without. 1 always replaces."""
     over_sampling: Annotated[float, Meta(ge=1, le=100)] = 1.0
     """`windowed` only: capacity as a multiple of groups_per_step * (max_staleness + 1), so that a slow group does not
     hold up a step. Surplus groups that grow too stale are evicted."""
@@ -80,6 +99,8 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Model calls per rollout."""
     timeout_s: Seconds = 600.0
     """Deadline of one rollout, from dispatch to reward."""
+    turn_timeout_s: Seconds = 300.0
+    """Deadline of what an environment does between two model calls, and before the first and after the last."""
     call_timeout_s: Seconds = 300.0
     """Deadline of one model call."""
 
@@ -155,9 +176,10 @@ class TrainingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class AdvantageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    estimator: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++_baseline"] = "grpo"
     """How rewards become advantages. `grpo`: less the group's mean, over its deviation. `dr_grpo`: less the mean.
-    `rloo`: less the mean of the others."""
+    `rloo`: less the mean of the others. `opo`: less the mean weighted by length. `reinforce++`: less the step's mean, over
+    its deviation; `reinforce++_baseline`: less the group's mean, over the step's deviation."""
     rewards: Literal["environment", "random"] = "environment"
     """`random` is the control of an experiment: advantages come from coin flips, one per rollout, which teach nothing. What
     is reported and evaluated stays the environment's reward."""
@@ -370,6 +392,16 @@ class FailuresConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Rollouts lost one after another, none played to its end between them, that end the run."""
     max_lost: NonNegativeInt = 10000
     """Rollouts of one run that are played again; later ones are placeholders at once."""
+    max_failed_per_prompt: NonNegativeInt = 1
+    """Rollouts of a prompt at which the environment may raise: placeholders, never played again. With more the group is
+    dropped."""
+    max_failed: NonNegativeInt = 100
+    """Rollouts of one run at which it may raise; one more ends the run. So does the first one, before any was played to its
+    end."""
+    capture_alarm_rate: Annotated[float, Meta(gt=0, le=1)] | None = 0.05
+    """Warn when custody fails for a larger share of the last `capture_alarm_rollouts`; null never warns."""
+    capture_alarm_rollouts: PositiveInt = 256
+    """Over how many rollouts that share is taken."""
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

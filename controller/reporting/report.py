@@ -199,6 +199,11 @@ def _length(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:
     _curve(axes, steps, _series(reports, lambda r: r.completion_length_mean), _TEAL)
     axes.set_ylim(bottom=0)
     axes.set_title("Completion length (tokens)")
+    shortest, longest = (reports[-1].losses.get(name) or 0.0 for name in ("tenth_01", "tenth_10"))
+    if shortest or longest:
+        text = f"not trained: {shortest:.1%} of the shortest\ntenth, {longest:.1%} of the longest"
+        biased = max(shortest, longest) > 2 * min(shortest, longest) + 0.01
+        axes.text(0.03, 0.05, text, transform=axes.transAxes, fontsize=8.5, color=_RED if biased else _MUTED)
 
 
 def _entropy(axes: Any, steps: Floats, reports: Sequence[StepReport]) -> None:

@@ -63,6 +63,9 @@ class StepReport(Struct, frozen=True, kw_only=True):
     fleet: dict[str, float | None] = {}
     """Generation workers serving, calls that wait for one, calls that they may have; and, counted since the run's process
     began, workers quarantined, restarted and retired, calls tried again and lost, rollouts lost and played again."""
+    losses: dict[str, float | None] = {}
+    """Shares of the rollouts that were played and not trained, since the run's process began: of all of them, and of each
+    tenth by length (see `controller.losses`)."""
     loop: dict[str, float | None] = {}
     """How late the event loop ran what was due, in ms, since the previous step; see `controller.sentinel.lag`."""
     rows: int | None = None
@@ -111,6 +114,7 @@ class StepReport(Struct, frozen=True, kw_only=True):
             "environment": self.environment,
             "data_plane": self.data_plane,
             "custody": self.custody,
+            "losses": self.losses,
             "loop": self.loop,
             "fleet": self.fleet,
         }
@@ -128,7 +132,7 @@ _NUMBERS = (
     "completion_length_mean",
     "truncated_fraction",
 )
-_MAPPINGS = ("phases", "trainer", "agreement", "environment", "data_plane", "custody", "loop", "fleet")
+_MAPPINGS = ("phases", "trainer", "agreement", "environment", "data_plane", "custody", "losses", "loop", "fleet")
 
 
 def _finite(value: Any, name: str, not_finite: list[str]) -> float | None:

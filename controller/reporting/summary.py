@@ -12,6 +12,7 @@ import msgspec
 from anyio import CancelScope, fail_after
 from msgspec import Struct
 
+from controller.losses import LossReport, bias
 from controller.reporting.daemon import DaemonThread
 from controller.reporting.evaluation_report import EvaluationReport
 from controller.reporting.files import replace_file
@@ -61,6 +62,8 @@ class RunSummary(Accounts, frozen=True, kw_only=True):
     """Prompt groups likewise."""
     drop_reasons: dict[str, int]
     """Rollouts of this process that could not be trained, by reason code."""
+    losses: LossReport | None = None
+    """Which rollouts of this process were played and not trained, by length."""
     unproven: int = 0
     """Trained rollouts whose tokens the environment returned itself, which nothing proves."""
     rows_left: dict[str, int]
@@ -129,6 +132,8 @@ def format_summary(summary: RunSummary, run_dir: Path) -> str:
     if summary.drop_reasons:
         by_count = sorted(summary.drop_reasons.items(), key=lambda item: (-item[1], item[0]))
         rows.append(("dropped", ", ".join(f"{reason} {count}" for reason, count in by_count)))
+    if summary.losses is not None and summary.losses.lost:
+        rows.append(("untrained", bias(summary.losses.shares)))
     if summary.unproven:
         rows.append(("UNPROVEN", f"{summary.unproven} trained rollouts: the environment returned their tokens itself"))
     left = [f"{count} {name} rows" for name, count in summary.rows_left.items()]

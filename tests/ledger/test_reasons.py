@@ -77,6 +77,18 @@ async def _(rig: Rig):
     return why(await rig.ledger.seal("g0.0", failure=Reason.ROLLOUT_TIMEOUT), rig)
 
 
+@gives(Reason.TURN_TIMEOUT)
+async def _(rig: Rig):
+    await rig.turns("a")
+    return why(await rig.ledger.seal("g0.0", failure=Reason.TURN_TIMEOUT), rig)
+
+
+@gives(Reason.ENVIRONMENT_FAILED)
+async def _(rig: Rig):
+    await rig.turns("a")
+    return why(await rig.ledger.seal("g0.0", failure=Reason.ENVIRONMENT_FAILED), rig)
+
+
 @gives(Reason.UNSETTLED_CALL)
 async def _(rig: Rig):
     await rig.turns("a")
@@ -111,6 +123,15 @@ async def _(rig: Rig):
     first, second = await rig.turns("a", "b")
     await rig.ledger.witness("g0.0", response_id=first.coords.call_id, content=second.message.content)
     return why(await rig.sealed(), rig)
+
+
+@gives(Reason.PROMPT_FAILED)
+async def _(rig: Rig):
+    await rig.sealed()
+    await rig.ledger.finalize("g0.0", Reason.ENVIRONMENT_FAILED)
+    await rig.ledger.dropped("g0", Reason.PROMPT_FAILED)
+    (event,) = [e for e in rig.log.events if isinstance(e, GroupDropped)]
+    return Reason(event.reason)
 
 
 @gives(Reason.NO_VALID_ROLLOUT)

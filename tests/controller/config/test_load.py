@@ -138,8 +138,9 @@ def test_all_problems_are_reported_at_once_and_readably(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError) as caught:
         load_config("run.yaml", ["rollout.top_p=2", "rollout.timeout_s", "generation.workers=2"])
     keys = (
-        "groups_per_step, group_size, max_staleness, sampler, over_sampling, max_in_flight_groups, max_tokens, "
-        "temperature, top_p, top_k, stop_token_ids, max_calls, timeout_s, call_timeout_s"
+        "groups_per_step, group_size, max_staleness, sampler, sampler_args, staleness_from, freshest_first, "
+        "min_step_batch_fraction, over_sampling, max_in_flight_groups, max_tokens, "
+        "temperature, top_p, top_k, stop_token_ids, max_calls, timeout_s, turn_timeout_s, call_timeout_s"
     )
     expected = f"""\
 12 problems in the configuration
@@ -160,13 +161,13 @@ def test_all_problems_are_reported_at_once_and_readably(tmp_path: Path, monkeypa
      allowed: {keys}
   8. rollout.sampler: "windwed" is not allowed  (run.yaml line 11)
      did you mean: windowed
-     allowed: in_order or windowed
+     allowed: windowed, ready_first, weight_fifo, in_order or module:Class
   9. rollout.temperature: Infinity is not allowed: a number must be finite  (run.yaml line 12)
      allowed: a number >= 0
  10. rollout.top_p: 2 is not allowed  (--set rollout.top_p=2)
      allowed: a number > 0 and <= 1
  11. generation: 2 is not a section  (run.yaml line 15)
-     allowed: the keys engine, workers, max_batch, max_model_len, device, threads
+     allowed: the keys engine, vllm, workers, max_batch, max_model_len, device, threads
  12. training.optimizer.betas: [0.9, 0.95, 0.99] is not allowed  (run.yaml line 14)
      allowed: a list of 2, each a number >= 0 and < 1"""
     assert str(caught.value) == expected
