@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Iterator
 from typing import cast
 
@@ -21,14 +22,15 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error that explains the others: a dead worker, a ledger that cannot be written, else the first."""
+    """The error that explains the others: a dead worker, a broken ledger, else the first that is no cancellation."""
     found = list(leaves(error))
     for kind in (WorkerDied, JournalFailed):
         for leaf in found:
             cause = next((e for e in _causes(leaf) if isinstance(e, kind)), None)
             if cause is not None:
                 return cause
-    return found[0]
+    # A cancellation that happened first is how another error made its way through the task groups.
+    return next((leaf for leaf in found if not isinstance(leaf, CancelledError)), found[0])
 
 
 def lost_connection(error: BaseException) -> bool:

@@ -40,9 +40,12 @@ CLOSE_TIMEOUT_S = 3.0
 EXIT_TIMEOUT_S = 10.0
 """For calls that are under way when the client is closed, and when the process ends."""
 
-DONE, NO_SPACE, NOT_FOUND, NOT_READY = 0, -200, -704, -707
-NO_ANSWER = (-800, -900, -901)
-"""Transfer failed; the master's connection failed; the master did not answer."""
+DONE, NO_SPACE, NOT_READY, NOT_FOUND, LEASE_EXPIRED = 0, -200, -703, -704, -707
+NO_ANSWER = (LEASE_EXPIRED, -800, -900, -901)
+"""The storage took longer than what is read is kept for the reader (10 s); transfer failed; the master's connection failed;
+the master did not answer."""
+READS = 3
+"""Of a column, when its storage is slow."""
 
 
 class MooncakeStore(QueueStore):
@@ -101,6 +104,11 @@ class MooncakeStore(QueueStore):
             bounds = [0, *accumulate(lengths)]
             values = torch.empty(bounds[-1], dtype=meta.field_schema[name]["dtype"])
             codes = await self._blocking(self._get, _names(meta, name), values, bounds)
+            for _ in range(READS - 1):
+                if LEASE_EXPIRED not in codes:
+                    break
+                self.retries += 1
+                codes = await self._blocking(self._get, _names(meta, name), values, bounds)
             _raise_for(codes, "get")
             if codes != [length * values.element_size() for length in lengths]:
                 raise DataPlaneError(f"column {name!r} was not stored with the lengths that TransferQueue knows")

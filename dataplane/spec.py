@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import anyio.to_thread
@@ -68,11 +69,12 @@ async def connect(spec: PlaneSpec) -> DataPlane:
     the loop for up to 0.2 s at a time. Raises DataPlaneDown, naming the server, when one does not answer or runs another
     version, and when a package that the backend needs is not installed here.
     """
-    plane = await anyio.to_thread.run_sync(_load)
+    plane = await anyio.to_thread.run_sync(_load, spec.backend)
     return await plane.connect(spec)
 
 
-def _load() -> type[TransferQueuePlane]:
+def _load(backend: Literal["simple", "mooncake"]) -> type[TransferQueuePlane]:
     from dataplane.transferqueue import TransferQueuePlane
 
+    import_module(f"dataplane.{backend}_store")  # seconds that must not count against the servers' deadline
     return TransferQueuePlane

@@ -132,6 +132,29 @@ async def test_a_thousand_random_cancellations_leave_only_readable_or_free_keys(
 
 @pytest.mark.long
 @on_each_backend
+async def test_storage_that_stands_still_within_the_deadline_costs_nothing_but_time(
+    servers: Servers, plane: TransferQueuePlane, partition: str
+) -> None:
+    old = ["old " + key for key in KEYS]
+    await plane.put(partition, ROWS)
+    await plane.put(partition, dict.fromkeys(old, row(9)))
+    found: list[list[int]] = []
+
+    async def get() -> None:
+        found.append(await values(plane, partition, KEYS))
+
+    async with anyio.create_task_group() as tasks:
+        with frozen(servers.pids["storage unit 0"], servers.pids["storage unit 1"]):
+            tasks.start_soon(get)
+            tasks.start_soon(plane.put, partition, {"new " + key: row(5) for key in KEYS})
+            tasks.start_soon(plane.clear, partition, old)
+            await anyio.sleep(12)  # longer than Mooncake keeps for a reader what it reads
+    assert found == [[0, 1, 2, 3]]
+    assert await plane.keys(partition) == [*KEYS, *("new " + key for key in KEYS)]
+
+
+@pytest.mark.long
+@on_each_backend
 @pytest.mark.parametrize("server", ["controller", "storage"])
 async def test_ten_seconds_of_standing_still_cost_the_callers_their_deadlines_only(
     server: str, servers: Servers, plane: TransferQueuePlane, partition: str
