@@ -40,6 +40,20 @@ ERRORS = [
         ["rollout.over_sampling=1.5", "rollout.max_staleness=0"],
         "of 24 groups a step trains 16, and the 8 others are 1 step old for the next one, 1 > 0, so each is evicted",
     ),
+    (
+        ["rollout.freshest_first=true"],
+        "rollout.freshest_first: true with rollout.sampler windowed and rollout.over_sampling 1",
+    ),
+    (
+        ["rollout.staleness_from=oldest_token", "rollout.sampler=ready_first"],
+        "rollout.staleness_from: oldest_token with rollout.sampler ready_first",
+    ),
+    (["rollout.sampler_args={a: 1}"], "rollout.sampler_args: is given with rollout.sampler windowed"),
+    (["rollout.sampler=no_such_module:Mine"], 'rollout.sampler: "no_such_module:Mine": there is no module'),
+    (
+        ["rollout.sampler=controller.samplers:ReadyFirst", "rollout.min_step_batch_fraction=0.5"],
+        "rollout.min_step_batch_fraction: 0.5 with rollout.sampler controller.samplers:ReadyFirst",
+    ),
     (["rollout.group_size=1"], "rollout.group_size: 1 with advantage.estimator grpo"),
     (["rollout.group_size=1", "advantage.estimator=rloo"], "rollout.group_size: 1 with advantage.estimator rloo"),
     (["rollout.temperature=0"], "rollout.temperature: 0 is greedy sampling"),
