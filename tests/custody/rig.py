@@ -15,12 +15,19 @@ import numpy as np
 
 from controller.agreement import AgreementMonitor
 from controller.buffer import ReplayBuffer
-from controller.config.schema import AdvantageConfig, AgreementConfig, EvaluationConfig, LossConfig, TrainingConfig
+from controller.config.schema import (
+    AdvantageConfig,
+    AgreementConfig,
+    EvaluationConfig,
+    FailuresConfig,
+    LossConfig,
+    TrainingConfig,
+)
 from controller.context import InLoopContext
 from controller.evaluation import Evaluator
 from controller.finalizer import FinalizerGroup
 from controller.generation_pool import GenerationPool
-from controller.member import Member
+from controller.member import Member, WorkerState
 from controller.player import Player
 from controller.records import FinalizationRequest, PlayedRollout, PromptGroup, TrainSample
 from controller.reporting.evaluation_report import EvaluationReport
@@ -179,6 +186,7 @@ class House:
         groups_per_step: int = 1,
         max_calls: int = 64,
         call_timeout_s: float = 30.0,
+        call_attempts: int = 4,
         renderer: ChatRenderer | None = None,
         environment: Any = None,
         evaluation: EvaluationConfig | None = None,
@@ -193,8 +201,11 @@ class House:
         self.engine = engine or ScriptedEngine(self.renderer._tokenizer, self.renderer.stop_token_ids)
         self.client = WorkerClient(Capture(self.engine, self.renderer, self.plane))
         self.pool = GenerationPool(
-            [Member.serving(self.client)], call_timeout_s=call_timeout_s, on_call=lambda *_: None
-        )  # type: ignore[arg-type]
+            [Member.serving(self.client)],  # type: ignore[arg-type]
+            call_timeout_s=call_timeout_s,
+            on_call=lambda *_: None,
+            failures=FailuresConfig(call_attempts=call_attempts),
+        )
         self.log = log or MemoryLog()
         self.ledger = Ledger(self.log, trajectory=trajectory)
         self.gate = Gate(
@@ -334,6 +345,13 @@ class House:
 
     async def staged(self) -> list[str]:
         return await self.plane.keys(STAGING)
+
+    def bring_back(self) -> None:
+        """Have the worker serve again that a failed call took out, as the fleet's monitor does."""
+        (member,) = self.pool.members
+        if member.state is WorkerState.QUARANTINED:
+            member.recover("it answers")
+            member.serve("it has the present weights")
 
     async def chat(self, rollout_id: str, *messages: Message, **sampling: Any) -> CallReply:
         settings = msgspec.structs.replace(SAMPLING, **sampling)

@@ -123,7 +123,7 @@ async def test_a_fault_in_a_call(
     renderer: ChatRenderer, fault: Fault, failure: CallFailure, reason: Reason | None
 ) -> None:
     plane = FaultyPlane()
-    house = House(Path(), renderer=renderer, plane=plane)
+    house = House(Path(), renderer=renderer, plane=plane, call_attempts=1)
     errors: list[Exception] = []
 
     async def healthy(rollout_id: str) -> None:
@@ -136,6 +136,7 @@ async def test_a_fault_in_a_call(
             await house.chat(rollout_id, user("ab"), first.message, user("on " * 10))
         errors.append(error.value)
         house.engine.max_model_len = 100_000
+        house.bring_back()
 
     await house.play("g", healthy, struck, healthy)
     await house.finalize()

@@ -52,7 +52,7 @@ def values_of(info: Type) -> st.SearchStrategy[Any]:
     match info:
         case Metadata():
             if isinstance(info.type, StrType) and info.type.pattern:
-                return st.from_regex(info.type.pattern, fullmatch=True).filter(lambda s: "\n" not in s)
+                return st.from_regex(info.type.pattern, fullmatch=True).filter(str.isprintable)
             return values_of(info.type)
         case UnionType():
             return st.one_of(map(values_of, info.types))
