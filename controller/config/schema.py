@@ -379,7 +379,7 @@ class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class FailuresConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is tried again when machinery fails, and how often; the classes of failures are in docs/fleet.md."""
 
-    call_attempts: PositiveInt = 4
+    call_attempts: Annotated[int, Meta(ge=1, le=64)] = 4
     """Attempts of one model call within its deadline, each on another worker where there is one. Waiting for a worker to
     come back is no attempt."""
     backoff_s: Seconds = 0.2

@@ -351,6 +351,8 @@ class House:
         (member,) = self.pool.members
         if member.state is WorkerState.QUARANTINED:
             member.recover("it answers")
+        if member.state is not WorkerState.SERVING:
+            member.version = self.pool.weights.version
             member.serve("it has the present weights")
 
     async def chat(self, rollout_id: str, *messages: Message, **sampling: Any) -> CallReply:
