@@ -51,6 +51,8 @@ READS = 3
 class MooncakeStore(QueueStore):
     """See `Store`."""
 
+    reads_in_place = True
+
     def __init__(self, client: Any, objects: Any) -> None:
         super().__init__(client)
         self._objects = objects

@@ -81,6 +81,10 @@ class RowStore:
                 await self._refuse(partition, unique, wanted)
             try:
                 found = await self._store.read(meta, sorted(wanted))
+                if self._store.reads_in_place:
+                    still = await self._store.find(partition, unique)
+                    if still.global_indexes != meta.global_indexes or not wanted <= set(still.field_names):
+                        raise Vanished
             except Vanished as error:
                 message = "cleared while it was being read"
                 raise RowGone(message, partition=partition, keys=unique) from error

@@ -28,6 +28,8 @@ ATTEMPTS = 3
 class SimpleStore(QueueStore):
     """See `Store`."""
 
+    reads_in_place = False
+
     @classmethod
     async def connect(cls, spec: PlaneSpec) -> SimpleStore:
         """Greet the controller and every storage unit. Raises DataPlaneDown, naming the one that is silent."""

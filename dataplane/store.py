@@ -26,6 +26,9 @@ class Vanished(Exception):
 class Store(Protocol):
     """One client of the servers. It belongs to no process-wide state: a process can hold several."""
 
+    reads_in_place: bool
+    """Whether `read` takes rows from memory that may meanwhile be cleared, and written anew, by another process: they are
+    what was asked for only if they are still found after it."""
     retries: int
     """Requests that were sent again because a storage server did not answer, so far."""
 

@@ -127,6 +127,8 @@ async def test_rows_of_a_storage_unit_that_stood_still_are_freed_when_it_goes_on
 class FaultyStore:
     """A store in memory, whose calls fail as the faults say, one for each: before they take effect, or after."""
 
+    reads_in_place = True
+
     def __init__(self) -> None:
         self.retries = 0
         self.rows: dict[str, tuple[int, dict[str, torch.Tensor] | None]] = {}

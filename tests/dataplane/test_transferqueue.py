@@ -41,6 +41,29 @@ async def test_another_keys_row_is_never_returned(store: Store, plane: TransferQ
     assert raised.value.keys == ("a",)
 
 
+@pytest.mark.parametrize("released", [False, True])
+async def test_memory_that_is_cleared_while_it_is_read_is_no_row(
+    plane: TransferQueuePlane, partition: str, released: bool
+) -> None:
+    """Where a read copies from memory that another process may free and write: in the middle of its clear, when the
+    row is unreadable and still occupies its key, and after it."""
+    await plane.put(partition, {"a": row(1), "b": row(2)})
+    own: Any = plane._store
+    read = own.read
+
+    async def read_while_another_clears(meta: Any, columns: Any) -> Any:
+        found = await read(meta, columns)
+        if released:
+            await own.erase(await own.find(partition, ["a"]))
+        else:
+            await own._client._mark_clearing_in_controller(meta)
+        return found
+
+    own.reads_in_place, own.read = True, read_while_another_clears
+    with pytest.raises(RowGone, match="cleared while it was being read"):
+        await plane.get(partition, ["a", "b"], ["ids"])
+
+
 async def test_a_released_row_number_is_not_used_again_soon(
     store: Store, plane: TransferQueuePlane, partition: str
 ) -> None:
