@@ -86,7 +86,14 @@ class CustodyMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.Runner()
         self.plane, self.log = FaultyPlane(), MortalLog()
-        self.house = House(Path(), renderer=self.renderer, plane=self.plane, log=self.log, trajectory=self.trajectory)
+        self.house = House(
+            Path(),
+            renderer=self.renderer,
+            plane=self.plane,
+            log=self.log,
+            trajectory=self.trajectory,
+            call_attempts=1,
+        )
         self.engine = self.house.engine
         self.playing: dict[str, list[str]] = {}
         """Groups that agents play."""
@@ -195,6 +202,7 @@ class CustodyMachine(RuleBasedStateMachine):
         self.plane.fail, self.house.client.lose = (lambda *_: None), (lambda _: False)
         self.engine.spoil = lambda _, generation: generation
         self.log.arm(10**9, keeps=True)
+        self.house.bring_back()
         if reply is not None:
             self.answers[rollout_id].append((request, reply, seed))
 
@@ -382,6 +390,7 @@ class CustodyMachine(RuleBasedStateMachine):
             log=self.log,
             engine=self.engine,
             trajectory=self.trajectory,
+            call_attempts=1,
         )
         self.house.trainer.columns = trainer.columns
         self.house.ledger.restore(list(self.log.events))
