@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -65,12 +66,14 @@ def temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Pa
 @pytest.fixture(autouse=True)
 async def nothing_is_left(temp_folder: Path) -> AsyncGenerator[None]:
     """After each test no child, no zombie, no open pipe and no socket folder of it remains."""
+    gc.collect()  # what earlier tests have left would be collected at some moment of this one
     others, pipes = children(), open_pipes()
     with anyio.fail_after(60):
         yield
     for _ in range(5):  # the loop closes a connection one turn after it was told to
         await anyio.lowlevel.checkpoint()
-    assert (children() - others, open_pipes(), folders(temp_folder)) == (set(), pipes, [])
+    assert (children() - others, folders(temp_folder)) == (set(), [])
+    assert open_pipes() <= pipes
 
 
 def worker(

@@ -69,7 +69,7 @@ async def ignores_sigterm(request: Empty) -> Empty:
 
 def garble_report() -> None:
     """Write to every open pipe above stderr, which the report pipe is one of."""
-    for fd in range(3, 50):
+    for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir() if int(path.name) > 2]:
         with suppress(OSError):
             if stat.S_ISFIFO(os.fstat(fd).st_mode):
                 os.write(fd, b"Loading weights: 100%\n")
