@@ -1,6 +1,7 @@
 # make run       trains the quickstart's model    make check      lint, format, types, imports
 # make run-vllm  the same with vLLM               make test-long  runs the rest: more whole runs, about as long again
 # make test      runs the tests; those of vLLM once `make vllm` has installed it
+#                                                 make test-campaign  random faults from hundreds of seeds
 #                                                 make clean      removes what these made
 #
 # Everything goes into .venv, runs/ and models/. Variables: PYTHON (3.11 or newer), TORCH (what pip installs first; pip's own
@@ -19,7 +20,7 @@ MODEL := models/quickstart/warm_start.json
 # The models of the quickstart and the tests are tiny: more threads cost more than they bring.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install vllm model run run-vllm test test-long check clean
+.PHONY: install vllm model run run-vllm test test-long test-campaign check clean
 
 install: $(INSTALLED)
 
@@ -49,7 +50,10 @@ run-vllm: $(VLLM) $(MODEL)
 	$(BIN)/python -m controller --config examples/quickstart_vllm.yaml --resume never $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m 'not long' $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m 'not long and not campaign' $(ARGS)
+
+test-campaign: $(INSTALLED)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m campaign $(ARGS)
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m long $(ARGS)

@@ -22,7 +22,7 @@ QUICK = 40
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < QUICK else pytest.mark.long) for seed in range(SEEDS)]
+    "seed", [pytest.param(seed, marks=() if seed < QUICK else pytest.mark.campaign) for seed in range(SEEDS)]
 )
 def test_a_run_keeps_its_account_whatever_breaks(seed: int) -> None:
     played(seed)

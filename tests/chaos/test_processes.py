@@ -108,7 +108,7 @@ def config(model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.long) for seed in range(SEEDS)]
+    "seed", [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.campaign) for seed in range(SEEDS)]
 )
 async def test_a_run_ends_as_it_should_whatever_becomes_of_its_processes(
     seed: int, model_dir: Path, tmp_path: Path
