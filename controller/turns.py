@@ -38,15 +38,16 @@ class Turns:
     def playing(self, rollout_id: str, *, timeout_s: float) -> Generator[Overdue]:
         """The block is cancelled `timeout_s` from now, or when a turn takes too long; what it yields then says which."""
         overdue = Overdue()
+        end = anyio.current_time() + timeout_s
         with anyio.CancelScope() as scope:
-            played = self._played[rollout_id] = _Played(scope, anyio.current_time() + timeout_s)
+            played = self._played[rollout_id] = _Played(scope, end)
             self._begin_turn(played)
             try:
                 yield overdue
             finally:
                 del self._played[rollout_id]
         if scope.cancelled_caught:
-            overdue.reason = Reason.TURN_TIMEOUT if scope.deadline < played.end else Reason.ROLLOUT_TIMEOUT
+            overdue.reason = Reason.TURN_TIMEOUT if scope.deadline < end else Reason.ROLLOUT_TIMEOUT
 
     @contextmanager
     def in_call(self, rollout_id: str) -> Generator[None]:

@@ -89,7 +89,9 @@ async def test_leaving_the_block_stops_frozen_servers_and_passes_its_error_on() 
 async def test_a_server_that_fails_to_start_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQ_NUM_THREADS", "many")
     servers = start_servers(timeout_s=120)
-    with pytest.raises(DataPlaneDown, match=r"(?s)(controller|storage unit 0) .*ended with exit code 1.*ValueError.*'many'"):
+    with pytest.raises(
+        DataPlaneDown, match=r"(?s)(controller|storage unit 0) .*ended with exit code 1.*ValueError.*'many'"
+    ):
         await servers.__aenter__()
     assert not any(map(alive, servers.pids.values()))
 
