@@ -26,7 +26,7 @@ from tests.models import tiny_model
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 SEEDS = 20
-QUICK = (2, 4)
+QUICK = (4,)
 """Which are always played: one that ends the run, and one that it outlives."""
 STEPS = 14
 LEAVES_NOTHING_S = 15.0
