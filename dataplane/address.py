@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -67,6 +68,8 @@ def _in_ray(address: str, token_file: str | None) -> PlaneSpec:
         )
     except msgspec.ValidationError as error:
         raise DataPlaneDown(f"{address} is no Ray address: {error}. An address is {KINDS}") from None
+    # Ray reads it while it is imported.
+    os.environ.update(settings.environment())
     from dataplane.ray_driver import Failure, find
 
     try:

@@ -136,12 +136,13 @@ def find(settings: RaySettings) -> PlaneSpec:
 
 def join(settings: RaySettings) -> None:
     """Become part of the cluster. Blocks, for up to 30 s. Raises Failure when there is none, or it does not let us in."""
+    # Before Ray is imported, which reads it.
+    os.environ.update(settings.environment())
     if problem := software.ray_problem():
         raise Failure(problem)
     ray: Any = import_module("ray")
     if settings.address != "auto":
         _reach(settings.address)
-    os.environ.update(settings.environment())
     try:
         ray.init(
             address=settings.address,
