@@ -12,7 +12,7 @@ from dataplane import software
 from tests.dataplane.ray_cluster import ray_cluster
 from tests.e2e.running import conserved, finished
 
-pytestmark = [pytest.mark.anyio, pytest.mark.long]
+pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 needs_mooncake = pytest.mark.skipif(software.mooncake_problem() is not None, reason=str(software.mooncake_problem()))
 
 

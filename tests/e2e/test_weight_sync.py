@@ -13,7 +13,7 @@ import pytest
 from controller import Config, Controller
 from tests.e2e.running import conserved
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.campaign]
 
 OWN = "tests.workers.weight_sync.own:FolderTransport"
 
