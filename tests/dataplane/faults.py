@@ -1,4 +1,4 @@
-"""Real faults, and a witness that the caller's loop goes on meanwhile."""
+"""Real faults: processes that stand still, and ones that are gone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -32,23 +32,6 @@ def frozen(*pids: int, at_most_s: float = 60) -> Generator[None]:
     finally:
         timer.cancel()
         thaw()
-
-
-@asynccontextmanager
-async def running_loop() -> AsyncGenerator[list[float]]:
-    """The gaps, in seconds, that a task saw which does nothing but wait 5 ms again and again."""
-    gaps: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            before = anyio.current_time()
-            await anyio.sleep(0.005)
-            gaps.append(anyio.current_time() - before)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(tick)
-        yield gaps
-        tasks.cancel_scope.cancel()
 
 
 def serving(pid: int) -> int:

@@ -19,8 +19,9 @@ import torch
 from anyio.to_thread import run_sync
 
 from dataplane.conformance.cases import row
+from dataplane.conformance.faults import running_loop
 from dataplane.servers import Servers
-from tests.dataplane.faults import frozen, running_loop
+from tests.dataplane.faults import frozen
 from tests.dataplane.parties import Party, Stop, mooncake_replaced, quietly, stopped
 
 EVERYWHERE = frozenset({"simple", "mooncake"})

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from dataplane.conformance.cases import row, values
+from dataplane.conformance.faults import running_loop
 from dataplane.errors import DataPlaneTimeout
 from dataplane.servers import Servers
 from dataplane.spec import PlaneSpec
 from dataplane.transferqueue import TransferQueuePlane
 from tests.dataplane.backends import on_each_backend, on_each_backend_in_time
 from tests.dataplane.cancelling import cancel_at_random
-from tests.dataplane.faults import frozen, running_loop, serving
+from tests.dataplane.faults import frozen, serving
 
 pytestmark = pytest.mark.anyio
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.conformance.faults import running_loop
 from dataplane.errors import DataPlaneDown, DataPlaneTimeout
 from dataplane.operation import Footprint
 from dataplane.private_loop import PrivateLoop
 from dataplane.scheduler import MAX_RUNNING, Scheduler
-from tests.dataplane.faults import running_loop
 
 pytestmark = pytest.mark.anyio
 

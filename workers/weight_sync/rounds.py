@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 dist: Any = torch.distributed
-"""Untyped: its stubs are not what it is."""
+"""As Any: torch's type stubs leave out what is used of it here."""
 Store = Any
 
 _GATHER_S = 0.5
