@@ -68,8 +68,9 @@ async def gate(engine_path: str, folder: str) -> None:
     from controller.interpreter import quiet_interpreter
     from controller.member import Member
     from ledger.gate import Gate
+    from ledger.http.connections import listen
     from ledger.http.sampling import SamplingRules
-    from ledger.http.server import GateServer, listen
+    from ledger.http.server import GateServer
     from ledger.journal import Journal
     from ledger.ledger import Ledger
     from ledger.records import Sampling

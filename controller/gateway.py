@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from controller.config.schema import GateConfig
 from controller.private_file import private_file
-from ledger.http.server import listen
+from ledger.http.connections import listen
 
 CONTROL_FILE = "control.json"
 

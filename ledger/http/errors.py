@@ -47,6 +47,14 @@ def refused(message: str, *, param: str | None = None, code: str = "invalid_requ
     return ApiError(400, code, message, param=param, retry=False)
 
 
+def failed() -> ApiError:
+    return ApiError(500, "internal", "the gate failed; the run's log has the traceback")
+
+
+def ended() -> ApiError:
+    return ApiError(503, "run_ended", "the run is ending; it takes no more calls", retry=False)
+
+
 def is_fatal(error: Exception) -> bool:
     """Whether the ledger itself has failed: what is in memory may be ahead of the record, so the run has to end."""
     return isinstance(error, JournalError) or not isinstance(error, LedgerError)

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import logging
 import socket
-from asyncio import Transport
-from collections.abc import Callable
-from http import HTTPStatus
-from typing import Any
 
 import anyio
 import anyio.to_thread
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 from anyio.abc import TaskStatus
 from msgspec import Struct
 
@@ -24,22 +19,22 @@ from ledger import ids
 from ledger.errors import LedgerError
 from ledger.gate import Gate
 from ledger.http.agents import CHAT, COMPLETIONS, MODELS, Agents
+from ledger.http.connections import BACKLOG, HttpServer, cut_off_silent_readers
 from ledger.http.control import Control
-from ledger.http.errors import MAX_MESSAGE, ApiError, is_fatal, of_ledger
+from ledger.http.errors import MAX_MESSAGE, ApiError, ended, failed, is_fatal, of_ledger
 from ledger.http.keys import Keys
 from ledger.http.replays import Replays
+from ledger.http.responses import json_response, refusal
 from ledger.http.sampling import SamplingRules
 from ledger.http.streaming import stream
 from ledger.ledger import Ledger
 
 PREFIX = "ng-rollout"
-_BACKLOG = 4096
 _CLOSE_S = 10.0
 """For running requests to be settled and answered when the server ends."""
 _FLUSH_S = 2.0
 _LINGER_S = 2.0
 """For the rest of a body that is refused, so that its sender can read why."""
-_JSON = "application/json"
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +73,7 @@ class GateServer:
         self._agents: Agents | None = None
         self._replays: Replays | None = None
         self._scopes: set[anyio.CancelScope] = set()
-        self._http: _Server | None = None
+        self._http: HttpServer | None = None
         self._logged: set[str] = set()
         """Codes of refusals."""
         self._failed = anyio.Event()
@@ -117,7 +112,7 @@ class GateServer:
 
         In the end running calls are cancelled, settled and answered with 503.
         """
-        http = self._http = _Server(
+        http = self._http = HttpServer(
             self._respond,
             max_connections=self._limits.max_connections,
             handler_cancellation=True,
@@ -127,7 +122,7 @@ class GateServer:
             lingering_time=_LINGER_S,
         )
         runner = web.ServerRunner(http, shutdown_timeout=_FLUSH_S)
-        _cut_off_silent_readers(listener, self._limits.send_timeout_s)
+        cut_off_silent_readers(listener, self._limits.send_timeout_s)
         try:
             async with anyio.create_task_group() as tasks:
                 self._replays = Replays(tasks)
@@ -140,7 +135,7 @@ class GateServer:
                     fail=self._fail,
                 )
                 await runner.setup()
-                await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+                await web.SockSite(runner, listener, backlog=BACKLOG).start()
                 task_status.started()
                 await self._failed.wait()
                 tasks.cancel_scope.cancel()
@@ -179,15 +174,15 @@ class GateServer:
                 return await self._answer(request)
         except ApiError as error:
             self._log(request, error)
-            return _refusal(error)
+            return refusal(error)
         except ConnectionError:
             raise  # The client is gone.
         except Exception:
             logger.exception("the gate failed at %s %s", request.method, request.raw_path[:200])
-            return _refusal(_failed())
+            return refusal(failed())
         finally:
             self._scopes.discard(scope)
-        return _refusal(_ended())
+        return refusal(ended())
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         match _path(request).split("/", 4)[1:]:
@@ -196,7 +191,7 @@ class GateServer:
             case ["control", "rollouts"]:
                 self._keys.check_control(request.headers.get("Authorization"))
                 _check_method(request, "GET")
-                return _json(self._control.rollouts())
+                return json_response(self._control.rollouts())
             case ["control", "rollouts", rollout_id, verb]:
                 return await self._answer_control(request, rollout_id, verb)
             case _:
@@ -207,10 +202,10 @@ class GateServer:
         self._keys.check_agent(rollout_id, request.headers.get("Authorization"))
         agents = self._agents
         if agents is None:
-            raise _ended()
+            raise ended()
         if endpoint == MODELS:
             _check_method(request, "GET")
-            return _json(agents.models())
+            return json_response(agents.models())
         if endpoint not in (CHAT, COMPLETIONS):
             raise _no_such_path(request, f"{CHAT}, {COMPLETIONS} and {MODELS}")
         _check_method(request, "POST")
@@ -221,7 +216,7 @@ class GateServer:
         outcome = await prepared.answer()
         if isinstance(outcome, ApiError):
             raise outcome
-        return _json(await anyio.to_thread.run_sync(outcome.whole) if outcome.large else outcome.whole())
+        return json_response(await anyio.to_thread.run_sync(outcome.whole) if outcome.large else outcome.whole())
 
     async def _answer_control(self, request: web.BaseRequest, rollout_id: str, verb: str) -> web.StreamResponse:
         self._keys.check_control(request.headers.get("Authorization"))
@@ -232,10 +227,10 @@ class GateServer:
         body = await self._read(request)
         try:
             if verb == "manifest":
-                return _json(self._control.manifest(rollout_id))
+                return json_response(self._control.manifest(rollout_id))
             if verb == "seal":
-                return _json(await self._control.seal(rollout_id))
-            return _json(await self._control.declare(rollout_id, body))
+                return json_response(await self._control.seal(rollout_id))
+            return json_response(await self._control.declare(rollout_id, body))
         except LedgerError as error:
             if is_fatal(error):
                 self._fail(error)
@@ -270,95 +265,6 @@ class GateServer:
         )
 
 
-class _Server(web.Server):
-    def __init__(self, handler: Callable[[web.BaseRequest], Any], *, max_connections: int, **options: Any) -> None:
-        super().__init__(handler, **options)
-        self._max_connections = max_connections
-
-    def __call__(self) -> RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
-
-    def connection_made(self, handler: RequestHandler, transport: Transport) -> None:
-        super().connection_made(handler, transport)
-        if len(self._connections) > self._max_connections:
-            self._make_room(handler)
-
-    def _make_room(self, newest: RequestHandler) -> None:
-        """Close the oldest connection on which nothing is asked, rather one that never asked; else the newest of all.
-
-        So whoever hoards connections loses them to those who use theirs.
-        """
-        live = [connection for connection, transport in self._connections.items() if not transport.is_closing()]
-        if len(live) > self._max_connections:
-            idle = (c for c in live if isinstance(c, _Connection) and c.idle and c is not newest)
-            self._connections[min(idle, key=lambda c: c.asked, default=newest)].abort()
-
-
-class _Connection(RequestHandler):
-    """Answers what is no HTTP as everything else is answered, and does not let it fill the log."""
-
-    __slots__ = ()
-
-    @property
-    def idle(self) -> bool:
-        return self._current_request is None and not self._messages
-
-    @property
-    def asked(self) -> bool:
-        return self._request_count > 0
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun; the connection is closed")
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            logger.error("the gate failed at a request from %s", request.remote, exc_info=exc)
-            error = _failed()
-        else:
-            logger.debug("no HTTP from %s: %s", request.remote, message)
-            text = f"the request is not acceptable HTTP: {message or HTTPStatus(status).phrase}"
-            error = ApiError(status, "bad_http", text, retry=False)
-        response = _refusal(error)
-        response.force_close()
-        return response
-
-
-def _failed() -> ApiError:
-    return ApiError(500, "internal", "the gate failed; the run's log has the traceback")
-
-
-def _ended() -> ApiError:
-    return ApiError(503, "run_ended", "the run is ending; it takes no more calls", retry=False)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket for `GateServer.serve`; port 0 takes a free one. Raises OSError when the address cannot be had."""
-    family, kind, proto, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
-    )[0]
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)  # Only that makes sure of the address; who connects before `serve` waits.
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _cut_off_silent_readers(listener: socket.socket, seconds: float) -> None:
-    """Have the kernel break connections whose peer takes no data for so long; accepted sockets inherit it. Linux only."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-
-
 def _path(request: web.BaseRequest) -> str:
     """Of the request's target, which is a whole URL when a client sends it as to a proxy (RFC 9112, 3.2.2)."""
     path = request.raw_path.partition("?")[0]
@@ -387,16 +293,3 @@ def _no_such_path(request: web.BaseRequest, known: str) -> ApiError:
 def _too_large(limit: int) -> ApiError:
     text = f"the body has more than {limit} bytes: shorten the conversation, or raise gate.max_body_bytes"
     return ApiError(413, "body_too_large", text, retry=False)
-
-
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, headers={"Content-Type": _JSON})
-
-
-def _refusal(error: ApiError) -> web.Response:
-    headers = {"Content-Type": _JSON}
-    if error.retry is not None:
-        headers["X-Should-Retry"] = "true" if error.retry else "false"
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(status=error.status, body=error.body(), headers=headers)

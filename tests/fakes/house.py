@@ -27,7 +27,7 @@ from controller.sentinel.lag import LagHistogram
 from dataplane.errors import DataPlaneDown
 from dataplane.plane import DataPlane
 from ledger.events import EventLog, MemoryLog
-from ledger.http.server import listen
+from ledger.http.connections import listen
 from ledger.ledger import Ledger
 from tests.fakes.engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine, generation_handlers, heavy_tailed
 from tests.fakes.environment import Talker

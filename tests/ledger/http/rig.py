@@ -16,8 +16,9 @@ from yarl import URL
 
 from ledger.events import CallAdmitted, CallCommitted, CallFailed, EventLog, MemoryLog
 from ledger.gate import Gate
+from ledger.http.connections import listen
 from ledger.http.sampling import SamplingMode, SamplingRules
-from ledger.http.server import GateServer, Limits, listen
+from ledger.http.server import GateServer, Limits
 from ledger.ledger import Ledger
 from ledger.records import CallReply, CallRequest, Message, Sampling, TokenLogprob
 from tests.ledger.worker import Worker, user

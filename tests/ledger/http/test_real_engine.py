@@ -21,8 +21,9 @@ from dataplane.schema import STAGING, STAGING_COLUMNS
 from dataplane.sink import TokenDelta
 from ledger.events import CallAdmitted, CallCommitted, CallFailed, MemoryLog
 from ledger.gate import Gate
+from ledger.http.connections import listen
 from ledger.http.sampling import SamplingRules
-from ledger.http.server import GateServer, Limits, listen
+from ledger.http.server import GateServer, Limits
 from ledger.ids import call_of
 from ledger.ledger import Ledger
 from ledger.records import Sampling
@@ -97,7 +98,10 @@ async def test_agents_that_break_off_leave_the_engine_idle_and_every_call_settle
                         stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
                         chunks = [c async for c in stream]
                         answered[rollout_id] = chunks[-1].id
-                        answer = {"role": "assistant", "content": "".join(c.choices[0].delta.content or "" for c in chunks)}
+                        answer = {
+                            "role": "assistant",
+                            "content": "".join(c.choices[0].delta.content or "" for c in chunks),
+                        }
                         messages += [answer, {"role": "user", "content": f"turn {turn}"}]
 
         async with anyio.create_task_group() as tasks:
