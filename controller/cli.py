@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import sys
@@ -39,6 +40,8 @@ def program() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    # What is alive goes with the process: the interpreter's last collections of it, one by one, would take a second.
+    gc.freeze()
     raise SystemExit(code)
 
 
