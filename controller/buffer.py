@@ -7,9 +7,10 @@ cancelled or not. A group that ends leaves the buffer with its end recorded in t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 import anyio
 
@@ -69,12 +70,54 @@ class GroupEntry:
         return self.group
 
 
+class LiveGroups(Collection[GroupEntry]):
+    """Groups in the order of their dispatch. Those in some state are found without a look at the others: with thousands of
+    rollouts in flight, one look at each of them for every change of any would take all of the loop's time."""
+
+    def __init__(self, entries: Iterable[GroupEntry] = ()) -> None:
+        self._by_id: dict[str, GroupEntry] = {}
+        self._by_state: dict[GroupState, dict[str, GroupEntry]] = {state: {} for state in GroupState}
+        for entry in entries:
+            self.add(entry)
+
+    def __iter__(self) -> Iterator[GroupEntry]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, entry: object) -> bool:
+        return isinstance(entry, GroupEntry) and self.get(entry.group_id) is entry
+
+    def get(self, group_id: str) -> GroupEntry | None:
+        return self._by_id.get(group_id)
+
+    def of(self, *states: GroupState) -> Iterable[GroupEntry]:
+        """Those in one of the states, by state, and in the order in which they came into it."""
+        return chain.from_iterable(self._by_state[state].values() for state in states)
+
+    def count(self, *states: GroupState) -> int:
+        return sum(len(self._by_state[state]) for state in states)
+
+    def add(self, entry: GroupEntry) -> None:
+        self._by_id[entry.group_id] = self._by_state[entry.state][entry.group_id] = entry
+
+    def move(self, entry: GroupEntry, to: GroupState) -> None:
+        """It leaves with a state that is an end."""
+        del self._by_state[entry.state][entry.group_id]
+        entry.state = to
+        if to in ENDS:
+            del self._by_id[entry.group_id]
+        else:
+            self._by_state[to][entry.group_id] = entry
+
+
 class ReplayBuffer:
     """Holds at most `capacity` live groups. State changes are synchronous; whoever waits, waits on `changed`."""
 
     def __init__(self, capacity: int) -> None:
         self._permits = anyio.CapacityLimiter(capacity)
-        self._entries: dict[str, GroupEntry] = {}
+        self.entries = LiveGroups()
         self._reservations = 0
         self._ready = 0
         self._changed = anyio.Event()
@@ -91,24 +134,19 @@ class ReplayBuffer:
     def permits_in_use(self) -> int:
         return self._permits.borrowed_tokens
 
-    @property
-    def entries(self) -> Sequence[GroupEntry]:
-        """Live groups in dispatch order."""
-        return tuple(self._entries.values())
-
     def counts(self) -> dict[str, int]:
         """Live groups by state."""
-        return dict(Counter(str(e.state) for e in self._entries.values()))
+        return {str(state): number for state in GroupState if (number := self.entries.count(state))}
 
     async def reserve(self, group_id: str) -> GroupEntry:
         """Take a slot, waiting for one to be free. A cancellation while waiting leaves nothing reserved."""
-        if group_id in self._entries:
-            raise IllegalTransition(f"group {group_id} is in the buffer already ({self._entries[group_id].state})")
+        if (present := self.entries.get(group_id)) is not None:
+            raise IllegalTransition(f"group {group_id} is in the buffer already ({present.state})")
         # The permit is borrowed on behalf of the entry, so that a leak would name its holder.
         entry = GroupEntry(group_id, order=self._reservations)
         self._reservations += 1
         await self._permits.acquire_on_behalf_of(entry)
-        self._entries[group_id] = entry
+        self.entries.add(entry)
         self._notify()
         return entry
 
@@ -163,7 +201,7 @@ class ReplayBuffer:
         self._notify()
 
     def _check(self, group_id: str, to: GroupState) -> GroupEntry:
-        entry = self._entries.get(group_id)
+        entry = self.entries.get(group_id)
         if entry is None:
             raise IllegalTransition(f"group {group_id} is not in the buffer (asked to become {to})")
         if to not in _NEXT[entry.state]:
@@ -172,9 +210,8 @@ class ReplayBuffer:
 
     def _move(self, group_id: str, to: GroupState) -> GroupEntry:
         entry = self._check(group_id, to)
-        entry.state = to
+        self.entries.move(entry, to)
         if to in ENDS:
-            del self._entries[group_id]
             self._permits.release_on_behalf_of(entry)
             if entry.group is not None:
                 self.ended[to] += 1

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn, cast
 
+from controller.buffer import LiveGroups
 from controller.config.figures import built_in_sampler
 from controller.config.problems import ConfigError, Problem
 from controller.config.schema import RolloutConfig
@@ -49,7 +50,7 @@ def _own(rollout: RolloutConfig) -> Sampler:
         _cannot(
             f"{name}.required_capacity() is {capacity!r}: a step needs {rollout.groups_per_step} groups at the same time"
         )
-    empty = BufferView(step=0, version=0, last_step=1, entries=())
+    empty = BufferView(step=0, version=0, last_step=1, entries=LiveGroups())
     if sampler.admit(empty) is None:
         _cannot(f"{name}.admit() lets no group into an empty buffer at step 0: nothing would ever be dispatched")
     return sampler

@@ -95,7 +95,7 @@ class RolloutPump:
         return self._target_step() is not None
 
     def _target_step(self) -> int | None:
-        generating = sum(e.state is GroupState.GENERATING for e in self._buffer.entries)
+        generating = self._buffer.entries.count(GroupState.GENERATING)
         if self._state.dispatch_held or generating >= (self._config.max_in_flight_groups or math.inf):
             return None
         return self._sampler.admit(self._state.view())

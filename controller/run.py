@@ -270,7 +270,7 @@ class Run:
 
     async def end_live_groups(self, reason: str) -> None:
         """End every group that is still live as aborted. To be called when the pumps have stopped."""
-        for entry in self.buffer.entries:
+        for entry in tuple(self.buffer.entries):
             self.buffer.abort(entry.group_id)
         await self.ledger.give_up(reason)
 

@@ -12,9 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice, takewhile
 from typing import Literal, Protocol
 
-from controller.buffer import GroupEntry, GroupState
+from controller.buffer import GroupEntry, GroupState, LiveGroups
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class BufferView:
     """The weight version that a dispatch would begin under now."""
     last_step: int
     """Steps [0, last_step) are to be trained."""
-    entries: Sequence[GroupEntry]
+    entries: LiveGroups
     """The live groups, in dispatch order."""
     exhausted: bool = False
     """No further prompt will come."""
@@ -81,7 +82,7 @@ class _Window:
 
     def admit(self, view: BufferView) -> int | None:
         upcoming = next_step(view)
-        unchosen = sum(e.state not in (GroupState.RESERVED, GroupState.SELECTED) for e in view.entries)
+        unchosen = len(view.entries) - view.entries.count(GroupState.RESERVED, GroupState.SELECTED)
         missing = sum(
             self.groups_per_step - wanted(view, step, self.groups_per_step, self._floor)
             for step in view.dropped
@@ -93,21 +94,23 @@ class _Window:
         return step
 
     def evict(self, view: BufferView) -> list[str]:
-        return [e.group_id for e in view.entries if e.state is GroupState.READY and self._due(e) < view.step]
+        return [e.group_id for e in view.entries.of(GroupState.READY) if self._due(e) < view.step]
 
     def should_abort_inflight(self, view: BufferView) -> list[str]:
         step = next_step(view)
-        return [e.group_id for e in view.entries if e.state is GroupState.GENERATING and self._due(e) < step]
+        # Weights never go back, so that the oldest groups are the first.
+        useless = takewhile(lambda e: self._due(e) < step, view.entries.of(GroupState.GENERATING))
+        return [e.group_id for e in useless]
 
     def _due(self, entry: GroupEntry) -> int:
         """The last step that may train the group."""
         return entry.dispatched.start_version + self.max_staleness
 
     def _usable(self, view: BufferView) -> list[GroupEntry]:
-        return [e for e in view.entries if e.state is GroupState.READY and self._due(e) >= view.step]
+        return [e for e in view.entries.of(GroupState.READY) if self._due(e) >= view.step]
 
     def _enough(self, view: BufferView, groups: Sequence[GroupEntry]) -> bool:
-        if view.exhausted and not _unfinished(view.entries):
+        if view.exhausted and not view.entries.count(GroupState.GENERATING, GroupState.FINALIZING):
             return True
         return len(groups) >= wanted(view, view.step, self.groups_per_step, self._floor)
 
@@ -155,11 +158,11 @@ class Windowed(_Window):
 
     def select(self, view: BufferView) -> list[str] | None:
         usable = self._usable(view)
+        if not self._enough(view, usable):
+            return None
         usable.sort(key=lambda e: ((-1 if self._freshest_first else 1) * self._due(e), e.order))
         chosen = usable[: self.groups_per_step]
-        if not self._enough(view, chosen) or not (self._surplus or self._leaves_room(view, chosen)):
-            return None
-        return [e.group_id for e in chosen]
+        return [e.group_id for e in chosen] if self._surplus or self._leaves_room(view, chosen) else None
 
     def should_abort_inflight(self, view: BufferView) -> list[str]:
         return [] if self._by_token else super().should_abort_inflight(view)
@@ -188,13 +191,16 @@ class WeightFifo(_Window):
     """
 
     def select(self, view: BufferView) -> list[str] | None:
-        oldest = min((e.dispatched.start_version for e in _unfinished(view.entries)), default=view.step)
+        generating, finalizing = view.entries.of(GroupState.GENERATING), view.entries.of(GroupState.FINALIZING)
+        # Of those that generate, the first began under the oldest weights.
+        unfinished = chain(islice(generating, 1), finalizing)
+        oldest = min((e.dispatched.start_version for e in unfinished), default=view.step)
         usable = [e for e in self._usable(view) if e.dispatched.start_version <= oldest]
+        if not self._enough(view, usable):
+            return None
         usable.sort(key=lambda e: (e.dispatched.start_version, e.ready_order))
         chosen = usable[: self.groups_per_step]
-        if not self._enough(view, chosen) or not self._leaves_room(view, chosen):
-            return None
-        return [e.group_id for e in chosen]
+        return [e.group_id for e in chosen] if self._leaves_room(view, chosen) else None
 
 
 def wanted(view: BufferView, step: int, groups_per_step: int, floor: int) -> int:
@@ -204,8 +210,4 @@ def wanted(view: BufferView, step: int, groups_per_step: int, floor: int) -> int
 
 def next_step(view: BufferView) -> int:
     """The step that groups are yet to be selected for."""
-    return view.step + any(e.state is GroupState.SELECTED for e in view.entries)
-
-
-def _unfinished(entries: Sequence[GroupEntry]) -> list[GroupEntry]:
-    return [e for e in entries if e.state in (GroupState.GENERATING, GroupState.FINALIZING)]
+    return view.step + bool(view.entries.count(GroupState.SELECTED))

@@ -138,7 +138,7 @@ class TrainPump:
         evicted = self._sampler.evict(self._state.view())
         if not evicted:
             return
-        entries = [e for e in self._buffer.entries if e.group_id in set(evicted)]
+        entries = [e for e in map(self._buffer.entries.get, evicted) if e is not None]
         with anyio.CancelScope(shield=True):
             for entry in entries:
                 self._buffer.evict(entry.group_id)

@@ -152,6 +152,10 @@ class BufferMachine(RuleBasedStateMachine):
             return
         assert self.buffer.permits_in_use == len(self.buffer.entries) == len(self.model) <= CAPACITY
         assert {e.group_id: e.state for e in self.buffer.entries} == self.model
+        for state in GroupState:
+            found = {e.group_id for e in self.buffer.entries.of(state)}
+            assert found == {group_id for group_id, there in self.model.items() if there is state}
+            assert self.buffer.entries.count(state) == len(found)
         assert self.buffer.ended.total() == self.ended
 
 

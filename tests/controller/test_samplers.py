@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from controller.buffer import GroupEntry, GroupState
+from controller.buffer import GroupEntry, GroupState, LiveGroups
 from controller.in_order import InOrder
 from controller.records import PromptGroup, SampleRow, TrainSample
 from controller.samplers import BufferView, ReadyFirst, Sampler, WeightFifo, Windowed
@@ -39,7 +39,7 @@ class SimulatedRun:
             step=self.step,
             version=self.version,
             last_step=self.steps,
-            entries=self.live,
+            entries=LiveGroups(self.live),
             exhausted=self.prompts_left == 0,
             dropped=self.dropped_for,
         )
@@ -211,7 +211,7 @@ def test_weights_train_in_order_with_weight_fifo(per_step: int, stale: int, seed
 
 
 def view_of(*entries: GroupEntry, step: int = 0, dropped: dict[int, int] | None = None) -> BufferView:
-    return BufferView(step=step, version=step, last_step=100, entries=entries, dropped=dropped or {})
+    return BufferView(step=step, version=step, last_step=100, entries=LiveGroups(entries), dropped=dropped or {})
 
 
 def entry(
