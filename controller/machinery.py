@@ -23,7 +23,7 @@ from controller.threads import in_thread
 from controller.weights_dir import open_weights_dir
 from dataplane.errors import DataPlaneDown
 from dataplane.plane import DataPlane
-from dataplane.schema import STAGING, TRAIN
+from dataplane.schema import PARTITIONS
 from dataplane.servers import Servers
 from dataplane.spec import PlaneSpec, connect
 from workers.generation.api import INFO, WorkerInfo
@@ -56,7 +56,7 @@ class Machinery:
         if isinstance(self.deaths.first, DataPlaneDown):
             raise self.deaths.first
         found: dict[str, int] = {}
-        for partition in (STAGING, TRAIN):
+        for partition in PARTITIONS:
             keys = await self.plane.keys(partition)
             found[partition] = len(keys)
             await self.plane.clear(partition, keys)

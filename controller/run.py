@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
+from anyio.abc import TaskStatus
 from msgspec.structs import replace
 
 from controller.agreement import AgreementMonitor
@@ -36,6 +38,7 @@ from controller.reporting.frame import ProgressSnapshot
 from controller.reporting.step_report import StepReport
 from controller.reporting.summary import Accounts
 from controller.rollout_pump import RolloutPump, number_after
+from controller.run_account import RunAccount
 from controller.run_state import RunState
 from controller.sentinel.sentinel import Sentinel
 from controller.step_summary import summarise
@@ -54,8 +57,6 @@ from ledger.http.server import GateServer, Limits
 from ledger.ledger import Ledger
 from ledger.records import CallReply, CallRequest, Sampling
 from workers.environments.base import Environment, Prompt
-
-ENDS = ("trained", "evicted", "dropped", "aborted")
 
 
 class Run:
@@ -85,9 +86,6 @@ class Run:
         self._observer = observer
         self._checkpoints = checkpoints
         self._on_step = on_step
-        self._before = {end: 0 if resumed is None else resumed.rollouts.get(end, 0) for end in ENDS}
-        self._origin = ledger.account
-        self._groups_before = {end: 0 if resumed is None else resumed.groups.get(end, 0) for end in ENDS}
         # Groups that an earlier process dispatched after its checkpoint keep their ids.
         self._first_group = max(0 if resumed is None else resumed.next_group, number_after(ledger.last_group))
         sampler = make_sampler(config.rollout)
@@ -97,6 +95,7 @@ class Run:
         self.first_step = first_step
         capture = config.token_capture
         self.ledger = ledger
+        self.account = RunAccount(ledger, self.buffer, resumed)
         self.activities = Activities()
         self.rollouts = Activities()
         """What each rollout that is being played does."""
@@ -243,15 +242,21 @@ class Run:
     async def pump(self) -> None:
         """Run until the last step is trained or the prompts are used up. The first error of any part ends all."""
         self._step_ended = time.monotonic()
-        async with anyio.create_task_group() as tg:
-            await tg.start(self.gate_server.serve, self._listener.socket)
-            tg.start_soon(self.fleet.run)
-            tg.start_soon(self._rollouts.run)
-            tg.start_soon(self.finalizers.run)
-            tg.start_soon(self.watchdog.run)
-            tg.start_soon(self._sentinel.watch)
-            await self._training.run()
-            tg.cancel_scope.cancel()
+        # The gate goes last: an agent is to meet its cancellation before a server that is gone.
+        gate = anyio.CancelScope(shield=True)
+        async with anyio.create_task_group() as outer:
+            await outer.start(self._serve, gate)
+            try:
+                async with anyio.create_task_group() as tg:
+                    tg.start_soon(self.fleet.run)
+                    tg.start_soon(self._rollouts.run)
+                    tg.start_soon(self.finalizers.run)
+                    tg.start_soon(self.watchdog.run)
+                    tg.start_soon(self._sentinel.watch)
+                    await self._training.run()
+                    tg.cancel_scope.cancel()
+            finally:
+                gate.cancel()
 
     def pending(self) -> tuple[Prompt, ...]:
         """Prompts that were drawn and are not trained, dropped or evicted: what a resumed run dispatches first."""
@@ -272,31 +277,12 @@ class Run:
         """End every group that is still live as aborted. To be called when the pumps have stopped."""
         for entry in tuple(self.buffer.entries):
             self.buffer.abort(entry.group_id)
+            await anyio.lowlevel.checkpoint()
         await self.ledger.give_up(reason)
-
-    def totals(self) -> dict[str, int]:
-        """Rollouts since the run began, resumes included: dispatched, each end, and live."""
-        account, origin = self.ledger.account, self._origin
-        ends = {end: self._before[end] + getattr(account, end) - getattr(origin, end) for end in ENDS}
-        return {"dispatched": account.live + sum(ends.values()), **ends, "live": account.live}
 
     def accounts(self) -> tuple[Accounts, Accounts]:
         """Rollouts and groups of the whole run."""
-        account, totals = self.ledger.account, self.totals()
-        rollouts = Accounts(
-            dispatched=sum(self._before.values()) + account.dispatched - self._origin.dispatched,
-            **{end: totals[end] for end in ENDS},
-            lost=account.lost,
-            duplicated=account.duplicated,
-        )
-        groups = Accounts(
-            dispatched=sum(self._groups_before.values()) + self._rollouts.next_group - self._first_group,
-            **self._group_ends(),
-        )
-        return rollouts, groups
-
-    def _group_ends(self) -> dict[str, int]:
-        return {end: self._groups_before[end] + self.buffer.ended[GroupState(end)] for end in ENDS}
+        return self.account.rollouts(), self.account.groups(self._rollouts.next_group - self._first_group)
 
     def waits(self) -> WaitGraph:
         """Who waits for what now."""
@@ -306,6 +292,10 @@ class Run:
     def _progress(self) -> tuple[int, int]:
         """Groups committed, those of an evaluation too, and steps done."""
         return self.finalizers.committed + self.evaluator.played, self.state.step
+
+    async def _serve(self, scope: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:
+        with scope:
+            await self.gate_server.serve(self._listener.socket, task_status=task_status)
 
     async def _generate(self, request: CallRequest) -> CallReply:
         doing = self.rollouts.doing(request.rollout_id, "waits for the model", on=ENGINES)
@@ -337,14 +327,13 @@ class Run:
         return self._player.playing + self.evaluator.playing
 
     def _cut(self, pending: tuple[Prompt, ...]) -> ControllerState:
-        totals, groups = self.totals(), self._group_ends()
         return ControllerState(
             step=self.state.step,
             drawn=self._prompts.drawn,
             pending=pending,
             next_group=self._rollouts.next_group,
-            rollouts={end: totals[end] for end in ENDS},
-            groups=groups,
+            rollouts=self.account.rollout_ends(),
+            groups=self.account.group_ends(),
             seed=self._config.run.seed,
         )
 
@@ -391,7 +380,7 @@ class Run:
         report = summarise(
             done,
             seconds=now - self._step_ended,
-            counts=self.totals(),
+            counts=self.account.counts(),
             buffer=self.buffer,
             data_plane={**self.finalizers.take_timings(), **self._machinery.plane.take_metrics()},
             custody=self.finalizers.take_counts(),

@@ -1,4 +1,4 @@
-"""The two partitions of a run and their columns."""
+"""The partitions of a run and their columns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ STAGING_COLUMNS = ("token_ids", "token_mask", "logprobs", "weight_versions")
 TRAIN = "train"
 """One row per proven conversation, ready for the trainer."""
 TRAIN_COLUMNS = ("input_ids", "loss_mask", "rollout_logprobs", "weight_versions")
+
+HEALTH = "health"
+"""Probes that a health check puts, reads and clears."""
+
+PARTITIONS = (STAGING, TRAIN, HEALTH)
 
 ROUTED_EXPERTS = "routed_experts"
 """Optional, in both partitions: the experts that each token was routed to, int16 [tokens * layers * topk], -1 where the

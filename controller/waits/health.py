@@ -16,9 +16,9 @@ from controller.member import WorkerState
 from controller.waiting import ENGINES, ENVIRONMENT, PLANE
 from controller.watchdog import Check
 from dataplane.plane import DataPlane
+from dataplane.schema import HEALTH
 from workers.environments.base import Environment
 
-PARTITION = "health"
 _ROWS = 4
 """As many rows as reach each storage unit, most likely."""
 _GRACE_S = 1.0
@@ -43,11 +43,11 @@ def checks_of(
         keys = [f"{os.getpid()}-{next(numbers)}" for _ in range(_ROWS)]
         rows = {key: {"probe": np.array([number], dtype=np.int64)} for number, key in enumerate(keys)}
         try:
-            await plane.put(PARTITION, rows, timeout=timeout_s)
-            read = await plane.get(PARTITION, keys, ["probe"], timeout=timeout_s)
+            await plane.put(HEALTH, rows, timeout=timeout_s)
+            read = await plane.get(HEALTH, keys, ["probe"], timeout=timeout_s)
         finally:
             with anyio.move_on_after(timeout_s, shield=True):
-                await plane.clear(PARTITION, keys, timeout=timeout_s)
+                await plane.clear(HEALTH, keys, timeout=timeout_s)
         if [int(row["probe"][0]) for row in read] != list(range(_ROWS)):
             raise NotHealthy(f"it gave back other rows than it was given: {read}")
 

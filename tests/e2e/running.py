@@ -30,6 +30,7 @@ class StartedRun:
         self.output = ""
         self._mark = mark
         self._grown = anyio.Event()
+        self._all_read = anyio.Event()
 
     async def read(self) -> None:
         assert self.process.stdout is not None
@@ -37,6 +38,7 @@ class StartedRun:
             self.output += text
             self._grown.set()
             self._grown = anyio.Event()
+        self._all_read.set()
 
     async def until(self, pattern: str) -> re.Match[str]:
         """Wait for a line that matches."""
@@ -47,8 +49,12 @@ class StartedRun:
             return match
 
     async def exit_code(self) -> int:
+        """All that it printed is in `output` then, unless a process that it left holds its pipe."""
         with anyio.fail_after(HANG_GUARD_S):
-            return await self.process.wait()
+            code = await self.process.wait()
+        with anyio.move_on_after(5):
+            await self._all_read.wait()
+        return code
 
     def interrupt(self, signum: signal.Signals = signal.SIGINT) -> None:
         """As a terminal does it for the foreground process, or a job manager."""
