@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from controller.config.schema import Config, GenerationConfig
 from dataplane.spec import PlaneSpec
 from workers.generation.api import EngineSpec, GenerationSpec
 from workers.generation.vllm_args import gpus_per_engine
-from workers.training.api import LossSpec, OptimizerSpec, TrainingSpec
+from workers.training.api import TrainingSpec
 from workers.weight_sync.spec import WeightSyncSpec
 
 
@@ -66,8 +64,8 @@ def training_spec(config: Config, plane: PlaneSpec, weights_dir: Path) -> Traini
         name="training",
         model_path=str(Path(config.model.path).absolute()),
         plane=plane,
-        optimizer=msgspec.convert(training.optimizer, OptimizerSpec, from_attributes=True),
-        loss=msgspec.convert(training.loss, LossSpec, from_attributes=True),
+        optimizer=training.optimizer,
+        loss=training.loss,
         temperature=config.rollout.temperature,
         max_completion_tokens=config.rollout.max_tokens,
         weight_sync=weight_sync_spec(config, weights_dir),

@@ -11,13 +11,13 @@ from msgspec import Meta, Struct, field
 
 from dataplane.ray_settings import RaySettings
 from dataplane.topology import MooncakeSettings
+from workers.training.api import LossSpec, OptimizerSpec
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(ge=0, lt=1)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7, description="seconds, a number > 0 and <= 1e7")]
 Milliseconds = Annotated[float, Meta(ge=1, le=1e7, description="milliseconds, a number >= 1 and <= 1e7")]
 Folder = Annotated[str, Meta(min_length=1, description="a path")]
@@ -122,49 +122,9 @@ class GenerationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """CPU threads of each worker."""
 
 
-class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """AdamW, linear warm-up to a constant rate, global-norm clipping."""
-
-    lr: NonNegative = 1e-6
-    """Learning rate after the warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the two moment estimates."""
-    eps: Positive = 1e-8
-    """Added to the denominator of the update."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises linearly to `lr`."""
-    max_grad_norm: Positive = 1.0
-    """Gradients are scaled down to this global norm."""
-
-
-class LossConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The clipped policy-gradient loss; formulas in `workers.training.api.LossSpec`."""
-
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """`token_mean`: mean over the step's tokens (DAPO). `sequence_mean`: mean of each sequence's mean (GRPO).
-    `sequence_sum`: mean over sequences of sums over a constant length (Dr. GRPO)."""
-    clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
-    """The importance ratio is clipped below at 1 - clip_low."""
-    clip_high: Positive = 0.28
-    """The importance ratio is clipped above at 1 + clip_high."""
-    old_logprobs: Literal["rollout", "policy"] = "rollout"
-    """The ratio's denominator. `rollout`: the sampler's logprobs. `policy`: the trainer's at the start of the step, at
-    the cost of one more forward pass."""
-    tis_cap: Positive | None = None
-    """Truncated importance sampling between sampler and trainer: the cap of its weight. Needs old_logprobs: policy."""
-    kl_coef: NonNegative = 0.0
-    """Weight of the KL to the starting model; above 0 the trainer keeps a second copy of the model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL (Schulman 2020)."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus."""
-
-
 class TrainingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    loss: LossSpec = field(default_factory=LossSpec)
     max_tokens_per_microbatch: PositiveInt = 8192
     """Padded tokens of one forward/backward pass. A longer row gets a pass of its own."""
     device: Device = "cpu"

@@ -13,7 +13,6 @@ from controller.config.schema import (
     FailuresConfig,
     FleetConfig,
     GenerationConfig,
-    LossConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
@@ -22,6 +21,7 @@ from controller.config.schema import (
     WatchdogConfig,
     WeightSyncConfig,
 )
+from workers.training.api import LossSpec
 
 Kind = Literal[
     "kill worker",
@@ -170,7 +170,7 @@ def _config(rng: random.Random, workers: int) -> Config:
         ),
         generation=GenerationConfig(workers=workers, max_batch=rng.choice((4, 64))),
         training=TrainingConfig(
-            loss=LossConfig(old_logprobs=rng.choice(("rollout", "policy"))),
+            loss=LossSpec(old_logprobs=rng.choice(("rollout", "policy"))),
             max_tokens_per_microbatch=rng.choice((128, 8192)),
             step_timeout_s=20.0,
         ),

@@ -20,7 +20,6 @@ from controller.config.schema import (
     AgreementConfig,
     EvaluationConfig,
     FailuresConfig,
-    LossConfig,
     TrainingConfig,
 )
 from controller.context import InLoopContext
@@ -51,6 +50,7 @@ from workers.generation.engine import EngineStats, Generation
 from workers.generation.rendering import ChatRenderer
 from workers.rpc.errors import HandlerError, RemoteError
 from workers.training import api
+from workers.training.api import LossSpec
 
 SAMPLING = Sampling(max_tokens=12)
 
@@ -181,7 +181,7 @@ class House:
         plane: MemoryPlane | None = None,
         engine: ScriptedEngine | None = None,
         estimator: Any = "grpo",
-        loss: LossConfig | None = None,
+        loss: LossSpec | None = None,
         credit: Any = "equal",
         groups_per_step: int = 1,
         max_calls: int = 64,
@@ -253,7 +253,7 @@ class House:
         self.steps: list[TrainedStep] = []
         client: Any = self.trainer
         self.pump = TrainPump(
-            training=TrainingConfig(loss=loss or LossConfig(), max_tokens_per_microbatch=64),
+            training=TrainingConfig(loss=loss or LossSpec(), max_tokens_per_microbatch=64),
             advantage=AdvantageConfig(estimator=estimator),
             credit=credit,
             buffer=self.buffer,

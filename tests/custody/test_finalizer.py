@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from controller.advantages import Estimator
-from controller.config.schema import LossConfig
 from controller.finalizer import CustodyFailed
 from controller.staged import READ_DEADLINES, StagedCleaner
 from dataplane.errors import DataPlaneDown, DataPlaneError, RowGone
@@ -24,6 +23,7 @@ from tests.custody.planes import FaultyPlane, late
 from tests.custody.rig import House, system, user
 from tests.custody.tokenizers import saved
 from workers.generation.rendering import ChatRenderer
+from workers.training.api import LossSpec
 
 pytestmark = pytest.mark.anyio
 
@@ -307,7 +307,7 @@ async def test_all_conversations_of_a_rollout_are_trained_with_its_advantage(
     renderer: ChatRenderer, credit, aggregation
 ):
     house = House(
-        Path(), renderer=renderer, trajectory="branches", credit=credit, loss=LossConfig(aggregation=aggregation)
+        Path(), renderer=renderer, trajectory="branches", credit=credit, loss=LossSpec(aggregation=aggregation)
     )
     calls: dict[str, dict[str, str | None]] = {}
 

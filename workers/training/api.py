@@ -14,37 +14,50 @@ from dataplane.spec import PlaneSpec
 from workers.rpc.method import Empty, Method
 from workers.weight_sync.spec import WeightSyncSpec
 
+NonNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, lt=1)]
+
 
 class OptimizerSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """AdamW (Loshchilov & Hutter 2019) with linear warm-up to a constant rate and global-norm gradient clipping."""
+    """AdamW (Loshchilov & Hutter 2019), linear warm-up to a constant rate, global-norm clipping."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    max_grad_norm: float = 1.0
+    lr: NonNegative = 1e-6
+    """Learning rate after the warm-up."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of the two moment estimates."""
+    eps: Positive = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    """Steps over which the rate rises linearly to `lr`."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this global norm."""
 
 
 class LossSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The clipped policy-gradient loss and its terms."""
 
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """token_mean: sum over all tokens of the step / their number (DAPO). sequence_mean: mean over sequences of each
-    sequence's token mean (GRPO). sequence_sum: sum over tokens / (sequences * max_tokens), a constant (Dr. GRPO)."""
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (PPO; clip-higher from DAPO)."""
+    """`token_mean`: mean over the step's tokens (DAPO). `sequence_mean`: mean of each sequence's mean (GRPO).
+    `sequence_sum`: mean over sequences of sums over a constant length, rollout.max_tokens (Dr. GRPO)."""
+    clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    """The importance ratio is clipped below at 1 - clip_low (PPO)."""
+    clip_high: Positive = 0.28
+    """The importance ratio is clipped above at 1 + clip_high (clip-higher, DAPO)."""
     old_logprobs: Literal["rollout", "policy"] = "rollout"
-    """What the ratio's denominator is: the sampler's own logprobs, or the trainer's at the start of the step."""
-    tis_cap: float | None = None
+    """The ratio's denominator. `rollout`: the sampler's logprobs. `policy`: the trainer's at the start of the step, at
+    the cost of one more forward pass."""
+    tis_cap: Positive | None = None
     """Truncated importance sampling between sampler and trainer: each token is weighted by
-    min(exp(policy_old - rollout), cap). Needs old_logprobs: policy."""
-    kl_coef: float = 0.0
+    min(exp(policy_old - rollout), tis_cap). Needs old_logprobs: policy."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the starting model; above 0 the trainer keeps a second copy of the model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL to the reference model (the weights at step 0); estimators of Schulman 2020."""
-    entropy_coef: float = 0.0
-    """Bonus: the mean token entropy times this is subtracted from the loss."""
+    """Estimator of that KL (Schulman 2020)."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus: the mean token entropy times this is subtracted from the loss."""
 
 
 class TrainingSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
