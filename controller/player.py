@@ -8,7 +8,6 @@ Invariant: what was played has a finite reward. An environment may raise at a fe
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from numbers import Real
@@ -29,7 +28,7 @@ from ledger.errors import CallFailedError, CallRefused, RolloutClosed
 from ledger.ledger import Ledger
 from ledger.reasons import Reason
 from ledger.receipts import Receipt
-from workers.environments.base import Environment, RolloutResult, Tokens
+from workers.environments.base import LARGEST_REWARD, Environment, RolloutResult, Tokens
 
 
 class RolloutError(Exception):
@@ -165,9 +164,11 @@ class Player:
             **{f"metrics[{k!r}]": v for k, v in result.metrics.items()},
         }.items():
             # numpy's scalars are such numbers too.
-            if not isinstance(value, Real) or not math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
+            # No comparison holds of NaN.
+            if not isinstance(value, Real) or not abs(value) <= LARGEST_REWARD:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise RolloutError(
-                    f"{place}{name} is {value!r}; it must be a finite number. Mend the environment's scoring"
+                    f"{place}{name} is {value!r}; it must be a finite number of at most {LARGEST_REWARD:g} in size. Mend "
+                    "the environment's scoring"
                 )
         for name, kind in (("scored", str), ("tokens", Tokens)):
             value: object = getattr(result, name)
