@@ -9,8 +9,9 @@ its time: the more are in flight, the longer it is, so that the same number ends
 next to nothing. A step trains half of the rollouts that are in flight. Each number of rollouts has a process of its own.
 
 The last line is JSON, each figure for each number of rollouts: `p99_lag_ms` of the loop from the first dispatch on (with the
-longest, `max_lag_ms`, and that of an idle loop before, `idle_p99_lag_ms`), `rss_mb` at its highest, and `cpu_us_per_call`:
-user and system time of the controller's process by calls answered.
+longest, `max_lag_ms`, and that of an idle loop before, `idle_p99_lag_ms`), `rss_mb` at its highest, `cpu_us_per_call`: user
+and system time of the controller's process by calls answered, and for how long all that is in flight is ended when the
+run is stopped (`ending_s`, `ending_max_lag_ms`).
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class NotingClient(RpcClient):
 
 
 async def measure(rollouts: int, seconds: float, addresses: list[str], folder: Path) -> dict[str, float]:
-    idle, lag = LoopLag(), LoopLag()
+    idle, lag, ending = LoopLag(), LoopLag(), LoopLag()
     plane = ConstantPlane()
     clients = [NotingClient(address, f"generation-{i}", plane) for i, address in enumerate(addresses)]
     journal, _ = await Journal.open(folder / "ledger")
@@ -152,20 +153,32 @@ async def measure(rollouts: int, seconds: float, addresses: list[str], folder: P
         plane=plane,
     ) as house:
         in_flight: list[int] = []
-        used, answered = 0.0, 0
+        used, answered, ending_s = 0.0, 0, 0.0
+        pumping, over = anyio.CancelScope(), anyio.Event()
+
+        async def pump() -> None:
+            with pumping:
+                await house.run.pump()
+            over.set()
+
         with quiet_interpreter():
             async with idle.watched():
                 await anyio.sleep(IDLE_S)
             began = time.process_time()
             async with anyio.create_task_group() as tg:
-                tg.start_soon(house.run.pump)
+                tg.start_soon(pump)
                 async with lag.watched():
                     for _ in range(round(2 * seconds)):
                         await anyio.sleep(0.5)
                         in_flight.append(house.run.pool.outstanding)
                 used = time.process_time() - began
                 answered = sum(client.answered for client in clients)
-                tg.cancel_scope.cancel()
+                ended = time.monotonic()
+                async with ending.watched():
+                    pumping.cancel()
+                    await over.wait()
+                    await house.run.end_live_groups("the measurement is over")
+                ending_s = time.monotonic() - ended
     for client in clients:
         await client.aclose()
     await journal.aclose()
@@ -175,6 +188,8 @@ async def measure(rollouts: int, seconds: float, addresses: list[str], folder: P
         "idle_p99_lag_ms": round(idle.quantile_ms(0.99), 2),
         "rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "cpu_us_per_call": round(used / answered * 1e6),
+        "ending_s": round(ending_s, 2),
+        "ending_max_lag_ms": round(ending.max_ms, 2),
         "calls": answered,
         "steps": house.run.state.step,
         "in_flight": max(in_flight),

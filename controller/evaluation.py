@@ -19,6 +19,7 @@ from anyio.abc import ObjectSendStream
 
 from controller.config.problems import ConfigError, Problem
 from controller.config.schema import EvaluationConfig
+from controller.gradual import gradual_task_group
 from controller.player import Player
 from controller.records import FinalizationRequest, PlayedRollout, PromptGroup, TrainSample, metric_means
 from controller.reporting.evaluation_report import EvaluationReport
@@ -140,7 +141,7 @@ class Evaluator:
         start, step = time.monotonic(), self._state.step
         self._evaluated, self._last_evaluated = {}, anyio.Event()
         self.remaining = len(self._questions) * self._config.samples
-        async with anyio.create_task_group() as tg:
+        async with gradual_task_group() as tg:
             for number, prompt in enumerate(self._questions):
                 await self._groups.acquire()
                 tg.start_soon(self._play_group, self._group(step, number, prompt), step)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 
 import anyio
-from anyio.abc import ObjectSendStream, TaskGroup
+import anyio.lowlevel
+from anyio.abc import ObjectSendStream
 
 from controller.buffer import GroupEntry, GroupState, ReplayBuffer
 from controller.config.schema import RolloutConfig
+from controller.gradual import GradualTaskGroup, gradual_task_group
 from controller.player import Player
 from controller.prompts import PromptSource
 from controller.records import FinalizationRequest, PlayedRollout, PromptGroup
@@ -66,11 +68,11 @@ class RolloutPump:
         """Dispatch until the prompts are exhausted, then wait for what is in flight. Otherwise runs until cancelled."""
         async with anyio.create_task_group() as watch:
             watch.start_soon(self._abort_useless)
-            async with anyio.create_task_group() as tg:
+            async with gradual_task_group() as tg:
                 await self._dispatch_all(tg)
             watch.cancel_scope.cancel()
 
-    async def _dispatch_all(self, tg: TaskGroup) -> None:
+    async def _dispatch_all(self, tg: GradualTaskGroup) -> None:
         while True:
             with self._activities.doing(ROLLOUT_PUMP, "waiting for the sampler to admit a group"):
                 await self._buffer.wait_until(self.may_dispatch)
@@ -85,7 +87,10 @@ class RolloutPump:
         while True:
             await self._buffer.wait_until(lambda: bool(self._useless()))
             for group_id in self._useless():
-                self._abortable.pop(group_id).cancel()
+                if (scope := self._abortable.pop(group_id, None)) is not None:
+                    scope.cancel()
+                    # One in each turn of the loop, as when all are ended.
+                    await anyio.lowlevel.checkpoint()
 
     def _useless(self) -> list[str]:
         return [g for g in self._sampler.should_abort_inflight(self._state.view()) if g in self._abortable]

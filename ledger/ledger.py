@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 
 import anyio
+import anyio.lowlevel
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -293,17 +295,22 @@ class Ledger:
         await self._record(RunResumed(step=step))
 
     async def give_up(self, reason: str) -> None:
-        """End every live rollout and group as aborted, in one go. To be called when nothing plays them any more."""
+        """End every live rollout and group as aborted. To be called when nothing plays them any more.
+
+        A cancellation leaves some of them live.
+        """
         reason = _text(reason)
-        events: list[Event] = [
+        rollouts = (
             RolloutAborted(rollout_id=rollout.id, reason=reason, head=rollout.head)
-            for rollout in self._rollouts.values()
-        ]
-        events += [GroupAborted(group_id=group_id, reason=reason) for group_id in self._groups.live]
-        self.restore(events)
+            for rollout in tuple(self._rollouts.values())
+        )
+        groups = (GroupAborted(group_id=group_id, reason=reason) for group_id in tuple(self._groups.live))
         async with anyio.create_task_group() as tg:
-            for event in events:
+            for event in chain(rollouts, groups):
+                self._apply(event)
                 tg.start_soon(self._log.append, event)
+                # There may be thousands: each has a turn of the loop.
+                await anyio.lowlevel.checkpoint()
 
     async def _record(self, event: Event) -> None:
         self._apply(event)

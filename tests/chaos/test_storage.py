@@ -52,13 +52,13 @@ def test_trained_rows_that_are_not_cleared_in_time_are_cleared_with_those_of_the
     assert house.error is None
     assert house.run.state.step == 4
     assert late.keys[1] < late.keys[2]
-    assert house.swept == {STAGING: 0, TRAIN: 0}
+    assert not any(house.swept.values())
 
 
 def test_trained_rows_that_are_never_cleared_are_swept_when_the_run_ends() -> None:
     house = run_virtually(play, Late("clear", TRAIN, 1, 100))
     assert house.error is None
-    assert house.swept == {STAGING: 0, TRAIN: len(house.trained.rows)}
+    assert (house.swept[STAGING], house.swept[TRAIN]) == (0, len(house.trained.rows))
     assert not house.left
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections import deque
@@ -47,6 +48,8 @@ class RpcClient:
         """With the time of the last use; the last used last."""
         self._closed = False
         self._instance: str | None = None
+        self._client_id = secrets.token_hex(8)
+        self._requests = itertools.count()
 
     async def call(self, method: Method[Request, Reply], request: Request, *, timeout: float | None = None) -> Reply:
         """Run `method` on the worker. `timeout` in seconds; None takes the method's own.
@@ -106,7 +109,7 @@ class RpcClient:
     async def _send_until_answered(
         self, verb: str, path: str, name: str, body: bytes, deadline: float
     ) -> tuple[int, bytes]:
-        request_id = secrets.token_hex(8)
+        request_id = f"{self._client_id}-{next(self._requests)}"
         repeated = ""
         """The server instance that may have the first attempt, as a header."""
         for pause in (*_BACKOFF_S, None):
