@@ -218,7 +218,7 @@ async def test_a_run_without_capture_trains_and_says_that_nothing_is_proven(tmp_
     assert (run.run_dir / "report.png").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.anyio
 async def test_an_environment_that_chats_without_capture_is_told_so(tmp_path: Path):
     (tmp_path / "echoes.py").write_text(ENVIRONMENT)

@@ -61,6 +61,7 @@ async def test_the_scored_answer_picks_the_conversation(tmp_path: Path, config: 
     assert {step["rows"] for step in run.metrics()} <= set(range(1, 9))
 
 
+@pytest.mark.campaign
 async def test_a_run_can_end_at_the_first_rollout_that_cannot_be_proven(tmp_path: Path, config: dict[str, Any]):
     teams = tmp_path / "teams.py"
     teams.write_text(teams.read_text().replace(", scored=last.text", ""))

@@ -20,6 +20,10 @@ def LONG(*values: object) -> Any:  # noqa: N802  # reads as what it is in a tabl
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+def CAMPAIGN(*values: object) -> Any:  # noqa: N802
+    return pytest.param(*values, marks=pytest.mark.campaign)
+
+
 ENVIRONMENTS = '''
 import math, time
 import anyio
@@ -113,7 +117,7 @@ async def test_on_policy_nothing_is_generated_while_training(config: dict[str, A
     assert conserved(run.summary())
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), LONG(signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), CAMPAIGN(signal.SIGTERM, 143)])
 async def test_a_signal_stops_at_a_checkpoint_that_the_next_run_continues(
     config: dict[str, Any], folder: Path, signum: signal.Signals, code: int
 ) -> None:
@@ -175,9 +179,9 @@ async def test_a_killed_controller_takes_everything_with_it(config: dict[str, An
     ("environment", "message"),
     [
         ("Raises", r"environment Raises, prompt '.*', rollout g00000\d\.\d: rollout\(\) raised KeyError: 'answer'"),
-        LONG("NaN", r"environment NaN, prompt '.*', rollout g00000\d\.\d: reward is nan; it must be a finite number"),
-        LONG("Wordy", r"environment Wordy, .*prompt_too_long: .*5\d\d\d.*512"),
-        (
+        CAMPAIGN("NaN", r"environment NaN, prompt '.*', rollout g00000\d\.\d: reward is nan; it must be a finite number"),
+        CAMPAIGN("Wordy", r"environment Wordy, .*prompt_too_long: .*5\d\d\d.*512"),
+        CAMPAIGN(
             "NoPrompts",
             r"prompt number 1 is \{'question': 'none'\} of type dict; an environment's prompts\(\) must yield",
         ),
@@ -230,13 +234,14 @@ def _is(pid: int, victim: str) -> bool:
     return wanted in command and (victim != "storage" or "storage" in command)
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 async def test_finite_prompts_end_the_run_when_they_are_used_up(config: dict[str, Any], folder: Path) -> None:
     run = await finished(using(config, "Finite") | {"run": {"dir": "run", "steps": 100}}, folder)
     assert run.summary()["trained"] == 20
     assert [s["groups"] for s in run.metrics()] == [2, 2, 1]
 
 
+@pytest.mark.campaign
 async def test_rollouts_past_their_deadline_become_placeholders(config: dict[str, Any], folder: Path) -> None:
     run = await finished(using(config, "Hangs", timeout_s=3, call_timeout_s=3), folder)
     summary = run.summary()

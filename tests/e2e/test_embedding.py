@@ -84,7 +84,7 @@ def test_leaving_the_loop_early_ends_the_run_in_order(config: dict[str, Any], tm
     assert (summary["status"], summary["reason"]) == ("interrupted", "the caller left")
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_an_error_in_the_loop_body_is_raised_as_itself(config: dict[str, Any], tmp_path: Path) -> None:
     async def program() -> None:
         with anyio.fail_after(HANG_GUARD_S):
@@ -110,7 +110,7 @@ def test_a_timeout_from_outside_ends_the_run_in_order(config: dict[str, Any], tm
     assert conserved(summary_of(tmp_path))
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_two_runs_after_one_another_in_a_thread(config: dict[str, Any], tmp_path: Path) -> None:
     ended: list[str] = []
 

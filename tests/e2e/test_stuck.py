@@ -102,7 +102,7 @@ async def test_a_stubborn_environment_is_shown_by_the_status_and_does_not_withst
     assert "no run is active" in ended.stderr
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 async def test_a_stubborn_environment_does_not_withstand_its_rollouts_deadline(
     config: dict[str, Any], folder: Path
 ) -> None:
