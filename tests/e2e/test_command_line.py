@@ -179,7 +179,9 @@ async def test_a_killed_controller_takes_everything_with_it(config: dict[str, An
     ("environment", "message"),
     [
         ("Raises", r"environment Raises, prompt '.*', rollout g00000\d\.\d: rollout\(\) raised KeyError: 'answer'"),
-        CAMPAIGN("NaN", r"environment NaN, prompt '.*', rollout g00000\d\.\d: reward is nan; it must be a finite number"),
+        CAMPAIGN(
+            "NaN", r"environment NaN, prompt '.*', rollout g00000\d\.\d: reward is nan; it must be a finite number"
+        ),
         CAMPAIGN("Wordy", r"environment Wordy, .*prompt_too_long: .*5\d\d\d.*512"),
         CAMPAIGN(
             "NoPrompts",
