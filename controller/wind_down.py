@@ -65,13 +65,20 @@ class WindDown:
                     self.failure = e
                     status, reason = "failed", f"the last checkpoint could not be written: {e}"
                     raise
-        with self._part("stopping the workers"):
-            await self._machinery.fleet.stop()
-        rows_left = await self._sweep(status)
-        rollouts, groups = self._run.accounts()
         with self._part("writing the metrics"):
             await self._observer.writer.flush()
         reports = await anyio.to_thread.run_sync(read_reports, self._run_dir)
+        rows_left: dict[str, int] = {}
+        async with anyio.create_task_group() as tg:
+            # Another process draws, for about as long as the workers take to stop.
+            if reports:
+                tg.start_soon(self._draw)
+            with self._part("stopping the workers"):
+                await self._machinery.fleet.stop()
+            rows_left = await self._sweep(status)
+            if reports:
+                self._observer.doing("drawing the report")
+        rollouts, groups = self._run.accounts()
         first, last = reward_edges(reports)
         evaluations = self._observer.evaluations
         summary = RunSummary(
@@ -97,9 +104,6 @@ class WindDown:
         )
         with self._part("writing the summary"):
             await write_summary(self._run_dir, summary)
-        if reports:
-            with self._part("drawing the report"):
-                await make_report(self._run_dir)
         self._observer.progress.farewell(format_summary(summary, self._run_dir))
         return summary
 
@@ -113,9 +117,18 @@ class WindDown:
             return {partition: len(await plane.keys(partition)) for partition in (STAGING, TRAIN)}
         return {}
 
+    async def _draw(self) -> None:
+        with self._noted("drawing the report"):
+            await make_report(self._run_dir)
+
     @contextmanager
     def _part(self, what: str) -> Generator[None]:
         self._observer.doing(what)
+        with self._noted(what):
+            yield
+
+    @contextmanager
+    def _noted(self, what: str) -> Generator[None]:
         try:
             yield
         except Exception as e:

@@ -67,9 +67,10 @@ async def connect(spec: PlaneSpec) -> DataPlane:
 
     The first call of a process imports torch and TransferQueue, in a thread: some 3 s, in which garbage collections stop
     the loop for up to 0.2 s at a time. Raises DataPlaneDown, naming the server, when one does not answer or runs another
-    version, and when a package that the backend needs is not installed here.
+    version, and when a package that the backend needs is not installed here. A cancellation leaves a thread that ends once
+    the imports do.
     """
-    plane = await anyio.to_thread.run_sync(_load, spec.backend)
+    plane = await anyio.to_thread.run_sync(_load, spec.backend, abandon_on_cancel=True)
     return await plane.connect(spec)
 
 

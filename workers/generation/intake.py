@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -46,7 +45,7 @@ class WeightIntake(Protocol):
 async def make_intake(engine: TorchEngine | VLLMEngine, updating: UpdatingEngine, spec: WeightSyncSpec) -> WeightIntake:
     """What `engine` gets its weights by, under the mode of `updating`. Raises StartupError."""
     if spec.transport not in NATIVE:
-        transport = await anyio.to_thread.run_sync(partial(make_transport, spec))
+        transport = await anyio.to_thread.run_sync(make_transport, spec, abandon_on_cancel=True)
         return TransportIntake(updating, transport, timeout_s=spec.timeout_s)
     from workers.generation.vllm_engine import VLLMEngine
     from workers.generation.vllm_native import NativeIntake

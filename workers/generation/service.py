@@ -83,8 +83,9 @@ async def serve(spec: api.GenerationSpec, server: RpcServer) -> AsyncGenerator[N
     """Load the model, join the data plane, register the handlers. Raises StartupError; ends when the engine dies."""
     logging.getLogger("renderers").setLevel(logging.WARNING)
     model_path = Path(spec.model_path)
-    engine_type = await anyio.to_thread.run_sync(_engine_type, spec.engine)
-    renderer = await anyio.to_thread.run_sync(ChatRenderer.load, model_path)
+    # A stop does not wait for imports and files: the process ends, and the thread with it.
+    engine_type = await anyio.to_thread.run_sync(_engine_type, spec.engine, abandon_on_cancel=True)
+    renderer = await anyio.to_thread.run_sync(ChatRenderer.load, model_path, abandon_on_cancel=True)
     sync = spec.weight_sync
     started = await engine_type.start(
         model_path,

@@ -82,7 +82,7 @@ class VLLMEngine:
         problems = argument_problems(spec.vllm)
         if problems:
             raise StartupError("bad_spec", "; ".join(map(str, problems)))
-        await anyio.to_thread.run_sync(preload, model_path, spec.device)
+        await anyio.to_thread.run_sync(preload, model_path, spec.device, abandon_on_cancel=True)
         arguments = engine_arguments(
             spec.vllm,
             model_path=model_path,
@@ -92,7 +92,7 @@ class VLLMEngine:
             on_cpu=spec.device == "cpu",
             weight_transfer=spec.weight_transfer,
         )
-        expected = await anyio.to_thread.run_sync(wanted_tensors, model_path)
+        expected = await anyio.to_thread.run_sync(wanted_tensors, model_path, abandon_on_cancel=True)
         engine = cls(arguments, spec.threads, expected, stop_token_ids, seed, decode)
         await engine._start_core()
         try:
