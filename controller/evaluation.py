@@ -184,7 +184,7 @@ class Evaluator:
             self.played += 1
             self.remaining -= 1
 
-        async with anyio.create_task_group() as tg:
+        async with gradual_task_group() as tg:
             for rollout_id in group.rollout_ids:
                 tg.start_soon(play, rollout_id)
         return tuple(played[rollout_id] for rollout_id in group.rollout_ids)

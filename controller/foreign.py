@@ -79,17 +79,20 @@ class _Driver(Generic[T]):
     def _steps(self) -> Generator[Any, Any, T]:
         """As awaiting the coroutine, but for the way out."""
         step: Callable[[], Any] = partial(self._coroutine.send, None)
-        while True:
-            try:
-                waits_for = step()
-            except StopIteration as done:
-                return done.value
-            try:
-                step = partial(self._coroutine.send, (yield waits_for))
-            except BaseException as error:
-                if self.left:
-                    raise
-                step = partial(self._coroutine.throw, error)
+        try:
+            while True:
+                try:
+                    waits_for = step()
+                except StopIteration as done:
+                    return done.value
+                try:
+                    step = partial(self._coroutine.send, (yield waits_for))
+                except BaseException as error:
+                    if self.left:
+                        raise
+                    step = partial(self._coroutine.throw, error)
+        finally:
+            del step  # It may hold the error that has this frame in its traceback.
 
 
 def _cancelled_itself() -> Any:

@@ -142,7 +142,7 @@ class RolloutPump:
         scope = self._abortable[group.group_id] = anyio.CancelScope()
         try:
             with scope:
-                async with anyio.create_task_group() as tg:
+                async with gradual_task_group() as tg:
                     for rollout_id in group.rollout_ids:
                         tg.start_soon(play, rollout_id)
         finally:
