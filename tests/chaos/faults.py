@@ -123,6 +123,9 @@ async def _inflict(house: FakeHouse, fault: Fault, rng: random.Random) -> None:
                 await anyio.sleep(fault.seconds)
         case "environment sleeps":
             house.environment.asleep_until = anyio.current_time() + fault.seconds
+        case "environment raises":
+            with _set(house.environment, "raises", hit):
+                await anyio.sleep(fault.seconds)
 
 
 @contextmanager

@@ -49,6 +49,7 @@ Kind = Literal[
     "puts fail",
     "clears fail",
     "environment sleeps",
+    "environment raises",
 ]
 NOTHING = frozenset({"NothingTrainable"})
 ENDS: dict[Kind, frozenset[str]] = {
@@ -67,6 +68,7 @@ ENDS: dict[Kind, frozenset[str]] = {
     "kill trainer": frozenset({"WorkerDied"}),
     "freeze storage": frozenset({"RemoteError", "DataPlaneTimeout", "NothingTrainable"}),
     "kill storage": frozenset({"DataPlaneDown"}),
+    "environment raises": frozenset({"RolloutError", *NOTHING}),
 }
 """What may end a run, with which errors; it survives every other fault, and most times these too."""
 NEVER_BY_HALVES: frozenset[Kind] = frozenset(
@@ -153,7 +155,8 @@ def schedule_of(seed: int) -> Schedule:
 
 
 def _config(rng: random.Random, workers: int) -> Config:
-    sampler = rng.choice(("windowed", "windowed", "in_order"))
+    sampler = rng.choice(("windowed", "windowed", "in_order", "ready_first", "weight_fifo"))
+    over_sampling = rng.choice((1.0, 1.5)) if sampler == "windowed" else 1.0
     return Config(
         run=RunConfig(dir="runs/chaos", steps=rng.randint(3, 5), seed=rng.randrange(1000)),
         model=ModelConfig(path="models/none"),
@@ -163,7 +166,10 @@ def _config(rng: random.Random, workers: int) -> Config:
             group_size=rng.randint(2, 4),
             max_staleness=rng.randint(0, 2),
             sampler=sampler,
-            over_sampling=rng.choice((1.0, 1.5)) if sampler == "windowed" else 1.0,
+            over_sampling=over_sampling,
+            freshest_first=over_sampling > 1 and rng.random() < 0.5,
+            staleness_from=rng.choice(("dispatch", "oldest_token")) if sampler == "windowed" else "dispatch",
+            min_step_batch_fraction=rng.choice((1.0, 0.5)),
             max_tokens=48,
             timeout_s=60.0,
             call_timeout_s=25.0,

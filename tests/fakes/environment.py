@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import anyio
 
@@ -23,6 +23,8 @@ class Talker:
         self.playing = 0
         self.asleep_until: float | None = None
         """No rollout ends before that time."""
+        self.raises: Callable[[], bool] = lambda: False
+        """Asked before each turn, whether the rollout raises there."""
         self._prompts = prompts
         self._turns = turns
         self._think_s = think_s
@@ -45,6 +47,8 @@ class Talker:
         naughty = rng.random() < self._naughty
         last = ""
         for turn in range(rng.randint(1, self._turns)):
+            if self.raises():
+                raise ValueError("it raised, as it was told")
             answer = await ctx.chat(talk)
             last = answer.text
             if naughty and rng.random() < 0.3:
