@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import anyio
 import anyio.lowlevel
 import pytest
 
+from controller.foreign import await_foreign
 from controller.gradual import GradualTaskGroup, gradual_task_group
 
 pytestmark = pytest.mark.anyio
@@ -90,3 +92,22 @@ async def test_an_error_of_a_task_or_the_body_ends_the_others_and_is_raised(slee
         await play()
     assert caught.group_contains(KeyError, match="it failed")
     assert len(sleepers.cancelled_in) == 10
+
+
+async def test_tasks_that_were_cancelled_leave_nothing_to_the_collector() -> None:
+    async def play() -> None:
+        await await_foreign(anyio.sleep_forever(), "a rollout", on_cancel=lambda: None)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with anyio.CancelScope() as scope:
+            async with gradual_task_group() as group:
+                for _ in range(100):
+                    group.start_soon(play)
+                await anyio.sleep(0.01)
+                scope.cancel()
+        await anyio.sleep(0.01)
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
