@@ -67,7 +67,12 @@ def _in_ray(address: str, token_file: str | None) -> PlaneSpec:
             {"address": where, "token_file": token_file} | ({"namespace": namespace} if namespace else {}), RaySettings
         )
     except msgspec.ValidationError as error:
-        raise DataPlaneDown(f"{address} is no Ray address: {error}. An address is {KINDS}") from None
+        told = {
+            "`$.address`": f"{where!r} is neither auto nor HOST:PORT",
+            "`$.namespace`": f"{namespace!r} is no namespace, which has letters, digits, '.', '_' and '-'",
+            "`$.token_file`": "the token's file has an empty name",
+        }[str(error).rpartition(" ")[2]]
+        raise DataPlaneDown(f"{address} is no Ray address: {told}. An address is {KINDS}") from None
     # Ray reads it while it is imported.
     os.environ.update(settings.environment())
     from dataplane.ray_driver import Failure, find

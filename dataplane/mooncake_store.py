@@ -10,6 +10,7 @@ import atexit
 import os
 import re
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,6 +45,9 @@ DONE, NO_SPACE, NOT_READY, NOT_FOUND, LEASE_EXPIRED = 0, -200, -703, -704, -707
 NO_ANSWER = (LEASE_EXPIRED, -800, -900, -901)
 """The storage took longer than what is read is kept for the reader (10 s); transfer failed; the master's connection failed;
 the master did not answer."""
+CALL_OF_NOTHING = struct.pack("<4B4I", 21, 0, 0, 0, 0, 0, 0, 0)
+"""A request to the master as its coro_rpc reads it (magic, version, serialisation, kind; sequence number, function, length,
+attachment), of a function that there is not: the refusal begins with the magic number too."""
 READS = 3
 """Of a column, when its storage is slow."""
 
@@ -235,15 +239,19 @@ def _raise_for(codes: Sequence[int], operation: str) -> None:
 
 
 async def _greet_master(master: ServerAddress) -> None:
-    """Ask its admin server for the master's health, and see that it can be reached for calls."""
+    """Ask its admin server for the master's health, and see that it is the master that would answer calls."""
     try:
         with anyio.fail_after(GREETING_TIMEOUT_S):
-            await (await anyio.connect_tcp(master.ip, master.ports["rpc"])).aclose()
+            async with await anyio.connect_tcp(master.ip, master.ports["rpc"]) as connection:
+                await connection.send(CALL_OF_NOTHING)
+                refusal = await connection.receive(1024)
             async with await anyio.connect_tcp(master.ip, master.ports["admin"]) as connection:
                 await connection.send(f"GET /health HTTP/1.1\r\nHost: {master.ip}\r\n\r\n".encode())
                 answer = await connection.receive(1024)
     except (OSError, TimeoutError, anyio.EndOfStream, anyio.BrokenResourceError) as error:
         raise DataPlaneDown(f"no answer from {master}") from error
+    if not refusal.startswith(CALL_OF_NOTHING[:1]):
+        raise DataPlaneDown(f"another program answers at the port rpc of {master}: {refusal[:200]!r}")
     if not re.match(rb"HTTP/1\.\d 200 ", answer):
         raise DataPlaneDown(f"{master} does not serve: {answer[:200]!r}")
 

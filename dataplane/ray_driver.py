@@ -162,7 +162,7 @@ def _reach(address: str) -> None:
     """Ray itself tries for more than a minute, and then ends the process."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=REACH_TIMEOUT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_TIMEOUT_S).close()
     except OSError as error:
         raise Failure(f"no Ray cluster answers at {address}: {error}") from None
 

@@ -11,9 +11,10 @@ from msgspec import Meta, Struct
 class RaySettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which Ray cluster, and where in it, where the servers run in one."""
 
-    address: Annotated[str, Meta(pattern=r"^(auto|[A-Za-z0-9.-]+:[0-9]{1,5})$", description="auto or host:port")] = (
-        "auto"
-    )
+    address: Annotated[
+        str,
+        Meta(pattern=r"^(auto|([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})$", description="auto or host:port"),
+    ] = "auto"
     """The cluster's address; `auto` joins the one that this machine is part of. None is ever started."""
     namespace: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$", description="a name")] = "monoloop"
     """Where the servers' actors get their names: one data plane to a namespace."""

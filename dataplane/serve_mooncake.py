@@ -44,6 +44,10 @@ def main() -> None:
     tq_settings.apply()
     if problem := software.mooncake_problem():
         raise SystemExit(problem)
+    if ":" in arguments.host:
+        raise SystemExit(
+            f"Mooncake cannot be reached at an IPv6 address ({arguments.host}): use backend simple, or IPv4"
+        )
     name, ports = _master(arguments.host) if arguments.role == "master" else _storage(arguments)
     life = Life((arguments.host, 0), Connection)
     threading.Thread(target=life.serve_forever, daemon=True).start()

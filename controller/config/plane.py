@@ -15,11 +15,15 @@ from dataplane import software
 STAGED_BYTES = TRAINED_BYTES = 8 + 1 + 4 + 8
 """Of one token in each partition: id, mask, logprob, weight version."""
 
+PROCESS_MB = 300
+"""Of a storage process that has no rows."""
+
 
 def plane(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
     dataplane = config.dataplane
     yield from _packages(dataplane)
     yield from _unused(dataplane)
+    yield from _processes(dataplane)
     token_file = dataplane.ray.token_file
     if dataplane.servers == "ray" and token_file is not None and not os.access(token_file, os.R_OK):
         yield Problem(
@@ -49,17 +53,31 @@ def _packages(dataplane: DataPlaneConfig) -> Iterator[Problem]:
 
 def _unused(dataplane: DataPlaneConfig) -> Iterator[Problem]:
     default = DataPlaneConfig()
-    for section, used, switch in (
-        ("mooncake", dataplane.backend == "mooncake", "dataplane.backend: mooncake"),
-        ("ray", dataplane.servers == "ray", "dataplane.servers: ray"),
+    mooncake = dataplane.backend == "mooncake"
+    devices = dataplane.mooncake.devices
+    for key, idle, switch in (
+        ("mooncake", not mooncake and dataplane.mooncake != default.mooncake, "backend: mooncake"),
+        ("mooncake.devices", mooncake and devices and dataplane.mooncake.protocol != "rdma", "mooncake.protocol: rdma"),
+        ("ray", dataplane.servers != "ray" and dataplane.ray != default.ray, "servers: ray"),
     ):
-        if not used and getattr(dataplane, section) != getattr(default, section):
+        if idle:
             yield Problem(
-                path=f"dataplane.{section}",
+                path=f"dataplane.{key}",
                 what="has no effect",
-                allowed=f"nothing, unless {switch}",
+                allowed=f"nothing, unless dataplane.{switch}",
                 warning=True,
             )
+
+
+def _processes(dataplane: DataPlaneConfig) -> Iterator[Problem]:
+    """A Ray cluster says by itself how many it has room for."""
+    units, most = dataplane.storage_units, int(_machine_mb() / PROCESS_MB)
+    if dataplane.servers == "local" and units > most:
+        yield Problem(
+            path="dataplane.storage_units",
+            what=f"{units:,} processes, which take {PROCESS_MB} MiB each without any rows",
+            allowed=f"at most {most:,}, for which this machine's memory suffices; a few are plenty",
+        )
 
 
 def _room(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
@@ -81,7 +99,7 @@ def _room(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
                 warning=True,
             )
     if dataplane.servers == "local":
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20
+        machine = _machine_mb()
         if room > machine:
             yield Problem(
                 path="dataplane.mooncake.memory_mb",
@@ -89,3 +107,8 @@ def _room(config: Config, model: ModelFacts | None) -> Iterator[Problem]:
                 allowed=f"at most {machine:,.0f} MiB together, this machine's memory",
                 remedy="lower it, or dataplane.storage_units",
             )
+
+
+def _machine_mb() -> float:
+    """This machine's memory, in MiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20

@@ -45,5 +45,6 @@ BACKENDS = [SIMPLE]
 """What a test runs on that does not say otherwise."""
 
 on_each_backend = pytest.mark.parametrize("backend", [SIMPLE, MOONCAKE], indirect=True, scope="session")
+on_mooncake = pytest.mark.parametrize("backend", [MOONCAKE], indirect=True, scope="session")
 on_each_backend_in_time = pytest.mark.parametrize("backend", [SIMPLE, MOONCAKE_LONG], indirect=True, scope="session")
 """On MooncakeStore with the long tests: each client of it takes a second to come and go."""

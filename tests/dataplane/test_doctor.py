@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from dataplane.__main__ import main
 from dataplane.servers import LocalServers
 from dataplane.spec import PlaneSpec
-from tests.dataplane.backends import on_each_backend
+from tests.dataplane.backends import on_each_backend, on_mooncake
 from tests.dataplane.faults import frozen
 
 
@@ -56,7 +56,9 @@ def test_a_plane_that_is_well(spec: PlaneSpec, tmp_path: Path, capsys: pytest.Ca
         ("", "the address is empty"),
         (str(Path(__file__).parent), "there is no file"),  # a folder in which no run goes on
         (f"{__file__}/dataplane.json", "cannot read"),
-        ("ray:head", "ray:head is no Ray address"),
+        ("ray:head", "ray:head is no Ray address: 'head' is neither auto nor HOST:PORT"),
+        ("ray:head:1/a b", "'a b' is no namespace"),
+        ("ray:[::1]:1", "no Ray cluster answers at [::1]:1"),
         ("ray:127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
     ],
 )
@@ -95,6 +97,15 @@ def test_a_server_of_another_kind(spec: PlaneSpec, capsys: pytest.CaptureFixture
         other = replace(spec.controller, ports=ports)
         problem = wrong(replace(spec, controller=other), capsys)
     assert f"no answer from the data plane's controller server {spec.controller.id}" in problem
+
+
+@on_mooncake
+def test_another_program_at_the_masters_port(spec: PlaneSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    assert spec.mooncake is not None
+    master = spec.mooncake.master
+    other = replace(master, ports={**master.ports, "rpc": master.ports["admin"]})
+    problem = wrong(replace(spec, mooncake=replace(spec.mooncake, master=other)), capsys)
+    assert f"no answer from {other}" in problem
 
 
 def test_a_server_that_stands_still(servers: LocalServers, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,22 @@ def test_rows_must_fit_into_mooncake_and_mooncake_into_the_machine(
     assert not elsewhere.problems
 
 
+def test_more_storage_processes_than_the_machine_has_memory_for_are_refused(tmp_path: Path) -> None:
+    (problem,) = findings(tmp_path, "dataplane.storage_units=100000").problems
+    assert problem.path == "dataplane.storage_units"
+    assert not findings(tmp_path, "dataplane.storage_units=100000", "dataplane.servers=ray").problems
+
+
+def test_rdma_devices_have_no_effect_over_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "mooncake_problem", lambda: None)
+    devices = ["dataplane.backend=mooncake", "dataplane.mooncake.devices=mlx5_0"]
+    (warning,) = [w for w in findings(tmp_path, *devices).warnings if w.path.startswith("dataplane")]
+    assert warning.path == "dataplane.mooncake.devices"
+    assert not [
+        w for w in findings(tmp_path, *devices, "dataplane.mooncake.protocol=rdma").warnings if w.path == warning.path
+    ]
+
+
 def test_a_token_file_must_be_readable(tmp_path: Path) -> None:
     ray = ["dataplane.servers=ray", f"dataplane.ray.token_file={tmp_path}/token"]
     (problem,) = findings(tmp_path, *ray).problems
