@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -29,6 +30,8 @@ class RaySettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     def environment(self) -> Mapping[str, str]:
         """What Ray must find in the environment of a process that joins."""
-        if self.token_file is None:
-            return {}
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_file}
+        # It asks once a second, 20 times if not told otherwise, also one that has refused its token.
+        found = {"RAY_NUM_REDIS_GET_RETRIES": os.environ.get("RAY_NUM_REDIS_GET_RETRIES", "5")}
+        if self.token_file is not None:
+            found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_file}
+        return found
