@@ -57,11 +57,8 @@ class GroupEntry:
     samples: tuple[TrainSample, ...] = ()
     ready_order: int = 0
     """Number of the group among those that became ready."""
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The weights of its oldest loss token; None before it is ready."""
-        return min((s.oldest_version for s in self.samples if s.valid), default=None)
+    oldest_version: int | None = None
+    """The weights of its oldest loss token; None before it is ready."""
 
     @property
     def dispatched(self) -> PromptGroup:
@@ -166,6 +163,7 @@ class ReplayBuffer:
             raise IllegalTransition(f"group {group_id} has no valid sample; drop it instead")
         entry = self._move(group_id, GroupState.READY)
         entry.samples, entry.ready_order = tuple(samples), self._ready
+        entry.oldest_version = min(s.oldest_version for s in samples if s.valid)
         self._ready += 1
 
     def select(self, group_ids: Sequence[str]) -> list[GroupEntry]:

@@ -43,23 +43,23 @@ class InOrder:
         return [e.group_id for e in mine]
 
     def evict(self, view: BufferView) -> list[str]:
-        return [e.group_id for e in _dispatched(view) if e.state is GroupState.READY and _target(e) < view.step]
+        return [e.group_id for e in view.entries.of(GroupState.READY) if _target(e) < view.step]
 
     def should_abort_inflight(self, view: BufferView) -> list[str]:
-        return [e.group_id for e in _dispatched(view) if e.state is GroupState.GENERATING and _target(e) < view.step]
+        return [e.group_id for e in view.entries.of(GroupState.GENERATING) if _target(e) < view.step]
 
     def _steps(self, view: BufferView) -> dict[int, list[GroupEntry]]:
         """The live groups by the step that each is to train at."""
         steps: dict[int, list[GroupEntry]] = {}
-        ready: list[GroupEntry] = []
-        for entry in sorted(_dispatched(view), key=lambda e: (_target(e), e.order)):
-            step = view.step if entry.state is GroupState.SELECTED else _target(entry)
-            steps.setdefault(step, []).append(entry)
-            if entry.state is GroupState.READY:
-                ready.append(entry)
+        if selected := list(view.entries.of(GroupState.SELECTED)):
+            steps[view.step] = selected
+        for entry in view.entries.of(GroupState.GENERATING, GroupState.FINALIZING, GroupState.READY):
+            steps.setdefault(_target(entry), []).append(entry)
+        ready = sorted(view.entries.of(GroupState.READY), key=lambda e: (_target(e), e.order))
         for step in range(next_step(view), max(steps, default=view.step)):
-            spare = [e for e in ready if _target(e) > step]
-            for entry in spare[: max(0, self._wanted(view, step) - len(steps.get(step, ())))]:
+            missing = self._wanted(view, step) - len(steps.get(step, ()))
+            spare = [e for e in ready if _target(e) > step] if missing > 0 else []
+            for entry in spare[:missing]:
                 ready.remove(entry)
                 steps[_target(entry)].remove(entry)
                 steps.setdefault(step, []).append(entry)
@@ -67,10 +67,6 @@ class InOrder:
 
     def _wanted(self, view: BufferView, step: int) -> int:
         return wanted(view, step, self.groups_per_step, self._floor)
-
-
-def _dispatched(view: BufferView) -> list[GroupEntry]:
-    return [e for e in view.entries if e.state is not GroupState.RESERVED]
 
 
 def _target(entry: GroupEntry) -> int:

@@ -9,10 +9,14 @@ from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 0.001
 """How soon a busy Python thread lets the loop run again; Python's own 5 ms add up to long stalls."""
-COLLECT_EVERY = (1000, 10, 1000)
-"""Thresholds of the collector's three generations. A full collection keeps the loop for as long as much is alive: 0.1 s with
-a few hundred rollouts in flight, 1 s with ten thousand. Rollouts leave nothing that the young ones do not find, so that it
-is made a hundred times less often than by Python's own settings: for what user code may leave."""
+COLLECT_EVERY = (100, 10, 10_000)
+"""Thresholds of the collector's three generations. The first is small because it counts allocations less releases. Rollouts
+in flight release about as much as they allocate: with thousands of them Python's own 700 is reached so seldom that the young
+objects are hundreds of thousands then, and keep the loop for as many microseconds.
+
+A full collection keeps it for as long as much is alive: 0.1 s with a few hundred rollouts in flight, 1 s with ten thousand.
+They leave nothing that the young ones do not find, so that it is made a hundred times less often than by Python's own
+settings: for what user code may leave."""
 
 
 @contextmanager

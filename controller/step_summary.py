@@ -38,7 +38,6 @@ def summarise(
     rewards = np.array([s.reward for s in samples])
     staleness = np.array([done.step - s.oldest_version for s in trained])
     tokens = sum(s.loss_tokens for s in trained)
-    spreads = [np.ptp([s.reward for s in e.samples if s.valid]) for e in done.groups]
     trainer: dict[str, Any] = {} if done.trainer is None else msgspec.structs.asdict(done.trainer)
     for name in ("agreement", "agreement_by_age"):
         trainer.pop(name, None)
@@ -57,7 +56,7 @@ def summarise(
         completion_tokens=tokens,
         completion_length_mean=tokens / len(trained),
         truncated_fraction=sum(s.truncated for s in trained) / len(trained),
-        zero_spread_groups=sum(bool(spread == 0) for spread in spreads),
+        zero_spread_groups=sum(len({s.reward for s in e.samples if s.valid}) == 1 for e in done.groups),
         phases=dict(done.phases),
         counts=dict(counts),
         buffer=buffer.counts(),

@@ -70,6 +70,7 @@ class SimulatedRun:
         else:
             entry.state, entry.ready_order = GroupState.READY, self.ready
             entry.samples = (self.sample(entry),)
+            entry.oldest_version = entry.samples[0].oldest_version
             self.ready += 1
         return True
 
@@ -221,8 +222,9 @@ def entry(
     group = PromptGroup(group_id=gid, prompt=Prompt(id=gid), start_version=version, rollout_ids=())
     rows = (SampleRow(key=gid, length=2, loss_tokens=1),)
     sample = TrainSample(rollout_id=gid, reward=0.0, metrics={}, rows=rows, oldest_version=oldest)
-    samples = (sample,) if state is GroupState.READY else ()
-    return GroupEntry(gid, order, state, group, target, samples, ready)
+    if state is GroupState.READY:
+        return GroupEntry(gid, order, state, group, target, (sample,), ready, oldest)
+    return GroupEntry(gid, order, state, group, target)
 
 
 READY, GENERATING = GroupState.READY, GroupState.GENERATING
