@@ -20,6 +20,7 @@ from workers.rpc.client import RpcClient
 from workers.training.api import LOAD, SAVE, StatePath, TrainerInfo
 
 LATEST = "LATEST"
+_WRITING = ".writing-"
 _MAX_BYTES = 256 * 1024 * 1024
 
 
@@ -53,6 +54,7 @@ class Checkpoints:
         self._keep = keep
         self._trainer = trainer
         self._timeout_s = timeout_s
+        self._saves = 0
 
     async def save(self, state: ControllerState) -> Path:
         """Write a checkpoint and return its folder; one of the same step is kept as it is.
@@ -62,7 +64,9 @@ class Checkpoints:
         final = self._folder / f"step-{state.step:06d}"
         if await anyio.to_thread.run_sync(final.exists):
             return final
-        temp = self._folder / f".writing-{final.name}"
+        # A folder of its own: the trainer may still be writing to that of a save that was cancelled.
+        self._saves += 1
+        temp = self._folder / f"{_WRITING}{final.name}-{self._saves}"
         await anyio.to_thread.run_sync(_fresh, self._folder, temp)
         await self._trainer.call(SAVE, StatePath(path=str((temp / "trainer").absolute())), timeout=self._timeout_s)
         await anyio.to_thread.run_sync(_publish, self._folder, temp, final, state, self._keep)
@@ -111,9 +115,14 @@ def read_state(folder: Path) -> ControllerState:
 
 def _fresh(folder: Path, temp: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(".writing-*"):
-        shutil.rmtree(stale)
+    _remove_unfinished(folder)
     temp.mkdir()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What saves left that did not come to their end. What is still being written to one of them is removed by the next."""
+    for stale in folder.glob(f"{_WRITING}*"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _publish(folder: Path, temp: Path, final: Path, state: ControllerState, keep: int) -> None:
@@ -123,6 +132,7 @@ def _publish(folder: Path, temp: Path, final: Path, state: ControllerState, keep
     _write(folder / f".{LATEST}", f"{final.name}\n".encode())
     (folder / f".{LATEST}").replace(folder / LATEST)
     _sync_dir(folder)
+    _remove_unfinished(folder)
     for old in sorted(folder.glob("step-*"))[:-keep]:
         if old != final:
             shutil.rmtree(old)
