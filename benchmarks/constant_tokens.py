@@ -10,9 +10,9 @@ import numpy as np
 from dataplane.memory import MemoryPlane
 from dataplane.plane import Column
 from dataplane.schema import STAGING
-from ledger.digests import call_digest, call_extras, chain_hash, cumulative_hash, extras_digest
-from ledger.ids import staging_key
-from ledger.records import CallCoords, CallReply, CallRequest, Message, WeightSpan
+from ledger.records import CallCoords, CallReply, CallRequest, WeightSpan
+from tests.ledger.worker import Row
+from tests.ledger.worker import answer as proven_answer
 
 TOKENS = 4
 """Generated, in each call; the prompt's new ones are as many again."""
@@ -25,45 +25,14 @@ _LOGPROBS = np.where(_MASK, -0.5, 0).astype(np.float32)
 
 def answer(request: CallRequest, version: int = 0) -> CallReply:
     """The call's answer, as a worker proves it, sampled under weight `version`. A conversation repeats one call's tokens."""
-    spans = (WeightSpan(version, 0, TOKENS),)
-    extras = extras_digest(call_extras(spans, "stop"))
-    parent = request.parent
-    prev_len = 0 if parent is None else parent.cum_len
-    parent_call_id = None if parent is None else parent.call_id
-    chain = chain_hash(None if parent is None else parent.chain_hash, _IDS)
-    cumulative = cumulative_hash(np.tile(_IDS, prev_len // _IDS.size + 1))
-    digest = call_digest(
-        rollout_id=request.rollout_id,
-        call_id=request.call_id,
-        parent_call_id=parent_call_id,
-        prev_len=prev_len,
-        weight_version=version,
-        token_ids=_IDS,
-        token_mask=_MASK,
-        logprobs=_LOGPROBS,
-        extras_digest=extras,
-        chain_hash=chain,
-        cumulative_hash=cumulative,
-    )
-    coords = CallCoords(
-        call_id=request.call_id,
-        parent_call_id=parent_call_id,
-        staging_key=staging_key(request.call_id, digest),
-        prev_len=prev_len,
+    before = 0 if request.parent is None else request.parent.cum_len // _IDS.size
+    return proven_answer(
+        request,
+        Row(_IDS, _MASK, _LOGPROBS, np.full(_IDS.size, version)),
         carry_len=TOKENS,
-        delta_len=2 * TOKENS,
-        weight_spans=spans,
-        digest=digest,
-        extras_digest=extras,
-        chain_hash=chain,
-        cumulative_hash=cumulative,
-    )
-    return CallReply(
-        coords=coords,
-        message=Message(role="assistant", content=ANSWER),
-        finish_reason="stop",
-        prompt_tokens=prev_len + TOKENS,
-        completion_tokens=TOKENS,
+        spans=(WeightSpan(version, 0, TOKENS),),
+        text=ANSWER,
+        tokens=np.tile(_IDS, before + 1),
     )
 
 

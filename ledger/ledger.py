@@ -301,8 +301,8 @@ class Ledger:
         """
         reason = _text(reason)
         rollouts = (
-            RolloutAborted(rollout_id=rollout.id, reason=reason, head=rollout.head)
-            for rollout in tuple(self._rollouts.values())
+            RolloutAborted(rollout_id=rollout_id, reason=reason, head=self._rollouts[rollout_id].head)
+            for rollout_id in tuple(self._rollouts)
         )
         groups = (GroupAborted(group_id=group_id, reason=reason) for group_id in tuple(self._groups.live))
         async with anyio.create_task_group() as tg:

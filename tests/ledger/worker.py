@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ledger import ids
 from ledger.digests import call_digest, call_extras, chain_hash, cumulative_hash, extras_digest, routes_digest
@@ -116,7 +117,7 @@ def answer(
     carry_len: int,
     spans: tuple[WeightSpan, ...],
     text: str,
-    tokens: list[int],
+    tokens: npt.ArrayLike,
     finish_reason: FinishReason = "stop",
     routes: tuple[int, int] | None = None,
 ) -> CallReply:
