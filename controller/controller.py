@@ -140,7 +140,8 @@ class Controller:
             reason = f"{type(cause).__name__}: {cause}"
         self._sentinel.pause()
         wind_down = WindDown(self._config, self._run, self._machinery, self._observer, self._run_dir)
-        with anyio.CancelScope(shield=True):
+        # A first signal that comes only now changes nothing: outside of this scope it would stop a trainer that is saving.
+        with self._interrupts.scope(), anyio.CancelScope(shield=True):
             self.summary = await wind_down.finish(status, reason, began=self._began)
         if error is not None:
             self._error = error
