@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from controller.run_dir import Resume
 
 _LEFTOVERS_S = 10.0
+_IMPORTS_S = 1.0
+"""Likewise after an interrupted start-up, whose imports go on in a thread and have nothing to finish."""
 _CODES = "\n".join(f"  {code.value:<4} {code.meaning}" for code in Exit)
 _EPILOG = f"exit codes:\n{_CODES}\n\nEvery key of the configuration is explained in docs/configuration.md."
 
@@ -130,17 +132,21 @@ class _Version(argparse.Action):
 
 def _run(config: Config, resume: Resume, show_traceback: bool, leave_when_done: bool) -> Exit:
     from controller.controller import Controller
+    from controller.interrupts import Interrupted
     from controller.leaving import leave_within
 
     async def run() -> Exit:
+        leftovers_s = _LEFTOVERS_S
         try:
             async with Controller(config, resume=resume) as controller:
                 code = _exit_of(await controller.run())
         except Exception as error:
             code = _explain(error, config, show_traceback)
+            if isinstance(error, Interrupted):
+                leftovers_s = _IMPORTS_S
         if leave_when_done:
             # The loop and the interpreter wait for all tasks and threads, those that the user's code began too.
-            leave_within(_LEFTOVERS_S, code)
+            leave_within(leftovers_s, code)
         return code
 
     use_uvloop = importlib.util.find_spec("uvloop") is not None
