@@ -30,7 +30,6 @@ from ledger.events import EventLog, MemoryLog
 from ledger.http.connections import listen
 from ledger.ledger import Ledger
 from tests.fakes.engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine, generation_handlers, heavy_tailed
-from tests.fakes.environment import Talker
 from tests.fakes.plane import FakePlane, FakeStore, nothing_refused
 from tests.fakes.process import FakeProcess, Handlers, Life
 from tests.fakes.trainer import FakeTrainer, Trained
@@ -111,7 +110,7 @@ class FakeHouse:
         config: Config,
         *,
         tasks: TaskGroup,
-        environment: Talker,
+        environment: Any,
         speed: Speed,
         seed: int,
         log: EventLog | None,
@@ -120,6 +119,7 @@ class FakeHouse:
         generation: Sequence[Any] | None,
         trainer: Any | None,
         plane: DataPlane | None,
+        sentinel: Any | None,
     ) -> None:
         self.config = config
         self.environment = environment
@@ -160,7 +160,6 @@ class FakeHouse:
         capture = config.token_capture
         observer: Any = self.observer
         checkpoints: Any = self.checkpoints
-        sentinel: Any = NoSentinel()
         self.run = Run(
             config,
             machinery=self.machinery,
@@ -173,7 +172,7 @@ class FakeHouse:
             resumed=None,
             on_step=_nothing,
             listener=listener,
-            sentinel=sentinel,
+            sentinel=sentinel or cast(Any, NoSentinel()),
         )
         self.left: dict[str, list[str]] = {}
         """Rows that were left, by partition, after the sweep."""
@@ -255,7 +254,7 @@ class FakeHouse:
 @asynccontextmanager
 async def open_house(
     config: Config,
-    environment: Talker,
+    environment: Any,
     *,
     speed: Speed | None = None,
     seed: int = 0,
@@ -264,10 +263,12 @@ async def open_house(
     generation: Sequence[Any] | None = None,
     trainer: Any | None = None,
     plane: DataPlane | None = None,
+    sentinel: Any | None = None,
 ) -> AsyncGenerator[FakeHouse]:
     """A run that is ready to `play`. `remember` keeps what the engines emit.
 
-    `generation`, `trainer` and `plane` are used instead of fakes: `ReplaceableWorker`s, an `RpcClient`, and a data plane.
+    `generation`, `trainer`, `plane` and `sentinel` are used instead of fakes: `ReplaceableWorker`s, an `RpcClient`, a data
+    plane, and the sentinel of the loop.
     """
     with listen("127.0.0.1", 0) as bound:
         listener = Listener(bound, f"http://127.0.0.1:{bound.getsockname()[1]}")
@@ -284,6 +285,7 @@ async def open_house(
                 generation=generation,
                 trainer=trainer,
                 plane=plane,
+                sentinel=sentinel,
             )
             tasks.cancel_scope.cancel()
 

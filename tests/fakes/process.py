@@ -56,6 +56,8 @@ class Life:
         try:
             with call.scope:
                 await self.process.spend(0)
+                if method.name in self.process.silent:
+                    await anyio.sleep_forever()
                 reply = await self.handlers[method.name](wire.decode(method.request, body))
                 await self.process.spend(0)
                 call.reply = wire.encode(reply)
@@ -109,6 +111,8 @@ class FakeProcess:
         self.tasks = tasks
         self.slowness = 1.0
         self.start_fails = 0
+        self.silent: set[str] = set()
+        """Methods that are never answered."""
         self.latency_s = latency_s
         self.loses_reply: Callable[[str], bool] = lambda method: False
         """Whether the connection breaks under a reply to `method`."""

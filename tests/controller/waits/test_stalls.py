@@ -13,7 +13,8 @@ import pytest
 
 from controller.first_error import first_error
 from controller.watchdog import RunStalled
-from tests.controller.waits.small_run import Plays, SmallRun, small_run
+from tests.controller.waits.small_run import Plays, small_run
+from tests.fakes.house import FakeHouse
 from workers.environments.base import Prompt, RolloutContext, RolloutResult
 
 pytestmark = pytest.mark.anyio
@@ -55,42 +56,44 @@ async def _never() -> None:
     await anyio.sleep_forever()
 
 
-def dead_rollout_pump(s: SmallRun) -> None:
+def dead_rollout_pump(s: FakeHouse) -> None:
     s.run._rollouts.run = _never  # type: ignore[method-assign]
 
 
-def dead_finalizer(s: SmallRun) -> None:
+def dead_finalizer(s: FakeHouse) -> None:
     s.run.finalizers.run = _never  # type: ignore[method-assign]
 
 
-def frozen_data_plane(s: SmallRun) -> None:
-    s.plane.frozen = True
+def frozen_data_plane(s: FakeHouse) -> None:
+    s.store.freeze()
 
 
-def wedged_engine(s: SmallRun) -> None:
-    s.engine.silent.add("generate")
+def wedged_engine(s: FakeHouse) -> None:
+    (engine,) = s.engines.values()
+    engine.wedged = True
+    engine.set_pace()
 
 
-def stopped_engine(s: SmallRun) -> None:
-    s.engine.silent |= {"generate", "load_weights", "stats"}
+def stopped_engine(s: FakeHouse) -> None:
+    s.workers[0].freeze()
 
 
-def full_buffer(s: SmallRun) -> None:
+def full_buffer(s: FakeHouse) -> None:
     s.run._training._sampler.select = lambda view: None  # type: ignore[method-assign]
 
 
-def silent_trainer(s: SmallRun) -> None:
+def silent_trainer(s: FakeHouse) -> None:
     s.trainer.silent.add("train_microbatch")
 
 
-def silent_weight_sync(s: SmallRun) -> None:
-    s.engine.silent.add("load_weights")
+def silent_weight_sync(s: FakeHouse) -> None:
+    s.workers[0].silent.add("load_weights")
 
 
-def nothing(s: SmallRun) -> None: ...
+def nothing(s: FakeHouse) -> None: ...
 
 
-STALLS: dict[str, tuple[Callable[[], Any], Callable[[SmallRun], None], str]] = {
+STALLS: dict[str, tuple[Callable[[], Any], Callable[[FakeHouse], None], str]] = {
     "a rollout pump that died": (Plays, dead_rollout_pump, "rollout pump: a group may be dispatched, and it does not"),
     "finalizers that died": (Plays, dead_finalizer, "finalizer: 4 groups wait to be finalized, and no finalizer works"),
     "a data plane that froze": (Plays, frozen_data_plane, "data plane: "),
@@ -109,7 +112,7 @@ STALLS: dict[str, tuple[Callable[[], Any], Callable[[SmallRun], None], str]] = {
 
 
 @asynccontextmanager
-async def _planted(folder: Path, environment: Any, plant: Callable[[SmallRun], None]) -> AsyncGenerator[SmallRun]:
+async def _planted(folder: Path, environment: Any, plant: Callable[[FakeHouse], None]) -> AsyncGenerator[FakeHouse]:
     captured = isinstance(environment, Asks)
     async with small_run(folder, environment, token_capture={"enabled": captured}) as s:
         plant(s)
