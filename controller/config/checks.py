@@ -40,7 +40,7 @@ def check_config(config: Config) -> Findings:
     found = [
         *model_folder(path, faults),
         *environment(config.environment),
-        *engine(config.generation),
+        *engine(config),
         *sampling(config),
         *_signal(config),
         *_token_capture(config),

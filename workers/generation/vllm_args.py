@@ -32,6 +32,8 @@ _FIXED: dict[str, Any] = {
     "worker_extension_cls": "workers.generation.vllm_worker.WorkerExtension",
 }
 """Tokens go in and out, with the logprobs of the distribution they were sampled from."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM samples with no lower one, but greedily at 0."""
 
 
 class ArgumentProblem(NamedTuple):
@@ -46,7 +48,7 @@ class ArgumentProblem(NamedTuple):
 
 
 def argument_problems(arguments: Mapping[str, Any]) -> list[ArgumentProblem]:
-    """What is wrong with the names of `arguments`. Without vLLM only those are known that are not to be set."""
+    """What is wrong with `arguments`, as far as vLLM itself does not say. Without vLLM not all names are known."""
     known = _known_arguments()
     problems: list[ArgumentProblem] = []
     for name in arguments:
@@ -55,6 +57,10 @@ def argument_problems(arguments: Mapping[str, Any]) -> list[ArgumentProblem]:
         elif name in _FIXED:
             problems.append(
                 ArgumentProblem(name, "cannot be changed", f"{_FIXED[name]!r}: token capture depends on it")
+            )
+        elif name == "load_format" and arguments[name] == "dummy":
+            problems.append(
+                ArgumentProblem(name, "dummy generates with random weights", "how the files of model.path are loaded")
             )
         elif known and name not in known:
             nearest = next(iter(get_close_matches(name, known, n=1)), None)

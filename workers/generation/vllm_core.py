@@ -19,6 +19,7 @@ import anyio.to_thread
 from anyio.lowlevel import checkpoint
 
 from workers.forked import bound_children
+from workers.generation.vllm_cause import Cause
 from workers.generation.vllm_names import vllm
 from workers.host import StartupError
 
@@ -80,15 +81,16 @@ class Core:
 
         A cancellation returns at once; what was being started is stopped as soon as it is up.
         """
-        abandoned = threading.Event()
+        abandoned, cause = threading.Event(), Cause()
         try:
-            llm = await anyio.to_thread.run_sync(_start, arguments, threads, abandoned, abandon_on_cancel=True)
+            llm = await anyio.to_thread.run_sync(_start, arguments, threads, abandoned, cause, abandon_on_cancel=True)
         except anyio.get_cancelled_exc_class():
             abandoned.set()
             raise
         llm.logger_manager = stats
-        core = cls(llm)
+        core = cls(llm, cause)
         try:
+            await core.ask(llm.collective_rpc("unlink_meeting_places"))
             await core.ask(llm.get_supported_tasks())  # remembered by it, and asked for by each request
             await core.set_version(0)
         except BaseException:
@@ -96,8 +98,9 @@ class Core:
             raise
         return core
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, cause: Cause) -> None:
         self.llm = llm
+        self._cause = cause
         self._processes: list[Any] = list(llm.engine_core.resources.engine_manager.processes)
         self._pidfds = [_pidfd(process.pid) for process in self._processes]
         self._asking: set[anyio.CancelScope] = set()
@@ -121,7 +124,7 @@ class Core:
                 if pidfd is not None:
                     await anyio.wait_readable(pidfd)
                 status = process.exitcode
-                how = f", {_describe(status)}" if isinstance(status, int) else ""
+                how = f", {_describe(status, self._cause)}" if isinstance(status, int) else ""
                 self._die(f"engine core process {process.pid} ended{how}")
 
             for process, pidfd in zip(self._processes, self._pidfds, strict=True):
@@ -139,7 +142,7 @@ class Core:
                 try:
                     return await answer
                 except vllm("v1.engine.exceptions:EngineDeadError") as error:
-                    raise CoreDied(self._death or "the engine core is dead") from error
+                    raise CoreDied(self._death or self._cause.text or "the engine core is dead") from error
                 finally:
                     self._asking.discard(scope)
             if self._death is None:
@@ -193,8 +196,12 @@ class Core:
                 scope.cancel()
 
 
-def _start(arguments: Mapping[str, Any], threads: int, abandoned: threading.Event) -> Any:
+def _start(arguments: Mapping[str, Any], threads: int, abandoned: threading.Event, cause: Cause) -> Any:
     import torch
+
+    def settle() -> None:
+        torch.set_num_threads(threads)
+        cause.listen()
 
     try:
         args = vllm("engine.arg_utils:AsyncEngineArgs")(**arguments)
@@ -208,11 +215,11 @@ def _start(arguments: Mapping[str, Any], threads: int, abandoned: threading.Even
     # Set here and in the child: a pool of OpenMP threads that this process had would not survive the fork.
     torch.set_num_threads(1)
     try:
-        with bound_children(partial(torch.set_num_threads, threads)):
+        with bound_children(settle):
             llm = vllm("v1.engine.async_llm:AsyncLLM").from_vllm_config(config)
     except Exception as error:
         raise StartupError(
-            "engine_failed", f"vLLM's engine core did not start: {error}", "its lines above say why"
+            "engine_failed", f"vLLM's engine core did not start: {cause.text or error}", "its traceback is above"
         ) from error
     if abandoned.is_set():
         llm.shutdown(timeout=_STOP_S)
@@ -240,5 +247,7 @@ def _pidfd(pid: int) -> int | None:
         return None
 
 
-def _describe(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+def _describe(status: int, cause: Cause) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit code {status}" + (f": {cause.text}" if cause.text else "")

@@ -23,7 +23,7 @@ from workers.generation import sampling as draw
 from workers.generation.api import EngineSpec
 from workers.generation.engine import EngineDead, EngineRestarting, EngineStats, Generation
 from workers.generation.stop_text import Decode, StopText
-from workers.generation.vllm_args import argument_problems, engine_arguments
+from workers.generation.vllm_args import LOWEST_TEMPERATURE, argument_problems, engine_arguments
 from workers.generation.vllm_core import Core, CoreDied, CoreStats
 from workers.generation.vllm_names import vllm
 from workers.generation.vllm_process import preload
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 _DEATHS_IN_A_ROW = 3
 """Cores that may die one after another, no call answered in between, before the engine gives up."""
 _ABORT_S = 2.0
-_LOWEST_TEMPERATURE = 0.01
-"""vLLM samples with no lower one, but greedily at 0."""
 
 
 class _State(Enum):
@@ -303,7 +301,7 @@ class VLLMEngine:
             await complete(self._core, Request("try-out"), [0], params)
         except CoreDied as error:
             raise StartupError(
-                "unsupported_model", f"vLLM cannot compute this model: {error}", "its lines above say why"
+                "unsupported_model", f"vLLM cannot compute this model: {error}", "its traceback is above"
             ) from error
         self._move(_State.SERVING)
 
@@ -374,7 +372,9 @@ class VLLMEngine:
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
             raise ValueError(f"token {bad} is not in the vocabulary (0 to {self.vocab_size - 1})")
-        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
-            raise ValueError(f"sampling.temperature is {sampling.temperature}; allowed: 0 (greedy), or 0.01 or more")
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature is {sampling.temperature}; allowed: 0 (greedy), or {LOWEST_TEMPERATURE} or more"
+            )
         if sampling.stop and self._decode is None:
             raise ValueError("this engine was started without a decoder, which stop strings need")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,9 @@ def prepare_process(*, on_cpu: bool, gpus: tuple[int, ...]) -> None:
     if on_cpu:
         # Compiling takes ten seconds at the first request, for a function that computes a rank nobody asks for.
         values |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # As above: of binding memory to the only node, in C++, and of names that its stand-in for Triton looks through.
+        values["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
     for name, value in values.items():
         os.environ.setdefault(name, value)
     # Until vLLM has set up its loggers, they are the process's. And of a core's death the engine tells itself.

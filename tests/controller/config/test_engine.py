@@ -25,15 +25,22 @@ def findings(tmp_path: Path, *overrides: str) -> Findings:
 
 @needs_vllm
 def test_every_engine_argument_may_be_set_and_a_wrong_one_is_named(tmp_path: Path) -> None:
-    arguments = {"tensor_parallel_size": 1, "kv_cache_memory_bytes": 1 << 26}
+    arguments = {"tensor_parallel_size": 1, "kv_cache_memory_bytes": 1 << 26, "load_format": "safetensors"}
     vllm = "generation.engine=vllm"
     assert not findings(tmp_path, vllm, f"generation.vllm={json.dumps(arguments)}").problems
-    wrong = {"tensor_paralel_size": 2, "max_num_seqs": 8, "logprobs_mode": "raw_logprobs", "zzz": 1}
+    wrong = {
+        "tensor_paralel_size": 2,
+        "max_num_seqs": 8,
+        "logprobs_mode": "raw_logprobs",
+        "load_format": "dummy",
+        "zzz": 1,
+    }
     found = findings(tmp_path, vllm, f"generation.vllm={json.dumps(wrong)}").problems
     assert [(p.path, p.nearest) for p in found] == [
         ("generation.vllm.tensor_paralel_size", "generation.vllm.tensor_parallel_size"),
         ("generation.vllm.max_num_seqs", None),
         ("generation.vllm.logprobs_mode", None),
+        ("generation.vllm.load_format", None),
         ("generation.vllm.zzz", None),
     ]
     assert found[1].allowed == "set generation.max_batch"
@@ -45,6 +52,13 @@ def test_vllm_that_is_not_installed_is_said_before_the_run(tmp_path: Path, monke
     (problem,) = findings(tmp_path, "generation.engine=vllm").problems
     assert (problem.path, problem.what) == ("generation.engine", "vllm is not installed")
     assert "make vllm" in problem.remedy
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(tmp_path: Path) -> None:
+    low = ["rollout.temperature=0.001", "evaluation.temperature=0.009"]
+    assert not findings(tmp_path, *low).problems
+    found = findings(tmp_path, "generation.engine=vllm", *low).problems
+    assert [p.path for p in found if "temperature" in p.path] == ["rollout.temperature", "evaluation.temperature"]
 
 
 def test_arguments_of_another_engine_have_no_effect(tmp_path: Path) -> None:

@@ -7,18 +7,21 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from ledger.records import Sampling
-from tests.models import tiny_lm
+from tests.models import tiny_lm, tiny_model
 from tests.needs import needs_vllm
 from tests.workers.generation.helpers import load, worst_error
 from tests.workers.generation.vllm.engines import HEAD, TOLERANCE, running_vllm, tokens_generated
 from workers.generation.engine import EngineDead, EngineRestarting
 from workers.generation.vllm_engine import VLLMEngine
+from workers.host import StartupError
 from workers.weights import save_weights
 
 pytestmark = [pytest.mark.anyio, needs_vllm]
@@ -86,6 +89,39 @@ async def test_cores_that_die_one_after_another_end_the_engine(model_dir: Path) 
     with anyio.fail_after(120), pytest.raises(ExceptionGroup) as failure:
         await kill_each_core(model_dir)
     assert failure.group_contains(EngineDead, match="4 engine cores died one after another.*SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("head", "arguments", "cause"),
+    [
+        pytest.param(
+            HEAD, {"kv_cache_memory_bytes": 100}, "did not start: ValueError: No available memory", id="at the start"
+        ),
+        pytest.param({"head_dim": 16}, {}, "RuntimeError: .*head_dim=16", id="at the first token"),
+    ],
+)
+async def test_the_error_that_ended_a_core_is_told(
+    tmp_path: Path, head: dict[str, int], arguments: dict[str, Any], cause: str
+) -> None:
+    path = tiny_model(tmp_path / "model", **head)
+    with anyio.fail_after(120), pytest.raises(StartupError, match=cause):
+        async with running_vllm(path, vllm=arguments):
+            pass
+
+
+@pytest.mark.long
+async def test_what_the_processes_of_a_core_met_by_is_removed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short name, for sockets
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with anyio.fail_after(120):
+            async with running_vllm(model_dir, vllm={"tensor_parallel_size": 2}) as engine:
+                (core,) = engine.core_pids
+                workers = Path(f"/proc/{core}/task/{core}/children").read_text().split()
+                maps = "".join(Path(f"/proc/{worker}/maps").read_text() for worker in workers)
+                shared = [line for line in maps.splitlines() if "cpushm" in line]
+                assert shared
+                assert all(line.endswith("(deleted)") for line in shared)
+                assert not list(Path(folder).glob("vllm_dist*"))
 
 
 async def test_a_core_has_no_socket_of_its_host(engine: VLLMEngine) -> None:
