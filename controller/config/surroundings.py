@@ -99,13 +99,14 @@ def own_class(path: str, value: str, allowed: str) -> Iterator[Problem]:
             remedy="start it from the folder that holds the module, or put that folder on PYTHONPATH",
         )
         return
-    classes = _classes(module)
-    if classes is not None and name not in classes:
+    names = _names(module)
+    if names is not None and name not in names:
+        classes = sorted(name for name, is_class in names.items() if is_class)
         yield Problem(
             path=path,
             what=f"{shown(value)}: {module} defines no class {name}",
-            allowed=f"one of its classes: {', '.join(sorted(classes)) or '(none)'}",
-            nearest=next(iter(get_close_matches(name, sorted(classes), n=1)), None),
+            allowed=f"one of its classes: {', '.join(classes) or '(none)'}",
+            nearest=next(iter(get_close_matches(name, sorted(names), n=1)), None),
         )
 
 
@@ -201,8 +202,9 @@ def _find_module(name: str) -> importlib.machinery.ModuleSpec | str | None:
     return spec
 
 
-def _classes(module: str) -> set[str] | None:
-    """What could be a class at the module's top level; None when that cannot be told without running it."""
+def _names(module: str) -> dict[str, bool] | None:
+    """The module's names that could be classes, and whether they surely are: those that it defines, rather than imports or
+    assigns. None when that cannot be told without running it."""
     spec = _find_module(module)
     if not isinstance(spec, importlib.machinery.ModuleSpec) or not spec.origin or not spec.origin.endswith(".py"):
         return None
@@ -212,13 +214,15 @@ def _classes(module: str) -> set[str] | None:
         return None
     if any(not isinstance(node, _PLAIN) for node in tree.body):
         return None
-    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    names: dict[str, bool] = {}
     for node in tree.body:
         match node:
+            case ast.ClassDef(name=name):
+                names[name] = True
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                names |= {alias.asname or alias.name for alias in aliases}
+                names |= {alias.asname or alias.name: False for alias in aliases}
             case ast.Assign(targets=targets):
-                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+                names |= {target.id: False for target in targets if isinstance(target, ast.Name)}
             case _:
                 pass
     return None if "*" in names else names

@@ -177,7 +177,7 @@ def test_a_class_that_the_module_does_not_define_is_named_without_running_the_mo
     monkeypatch.chdir(tmp_path)
     (problem,) = findings(tmp_path, "environment.name=own_envs:Sum").problems
     assert "own_envs defines no class Sum" in problem.what
-    assert problem.nearest == "Sums"
+    assert (problem.nearest, problem.allowed) == ("Sums", "one of its classes: Sums")
     assert findings(tmp_path, "environment.name=own_envs:Alias").problems == ()
     (tmp_path / "own_envs.py").write_text("if True:\n    class Hidden: pass\n")
     assert findings(tmp_path, "environment.name=own_envs:Hidden").problems == ()
