@@ -21,7 +21,6 @@ from controller.config.plan import plan
 from controller.config.problems import ConfigError
 from controller.config.schema import Config
 from controller.exits import Exit
-from controller.foreign import left_behind
 
 if TYPE_CHECKING:
     from controller.reporting.summary import RunSummary
@@ -36,12 +35,13 @@ _EPILOG = f"exit codes:\n{_CODES}\n\nEvery key of the configuration is explained
 
 def program() -> NoReturn:
     """The process of a command line: it ends here, with the exit code, even if a thread of the user's code never does."""
-    code = main(leave_when_done=True)
-    if left_behind():
-        # What was left behind would be closed, and refuse it, on the interpreter's way out.
+    try:
+        code = main(leave_when_done=True)
         sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    except BrokenPipeError:
+        # Whoever read it, `head` or a pager, has seen enough; the interpreter would flush what is left once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = Exit.FINISHED
     # What is alive goes with the process: the interpreter's last collections of it, one by one, would take a second.
     gc.freeze()
     raise SystemExit(code)

@@ -7,13 +7,17 @@ then not resumed any more.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import types
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import anyio
+
+from controller.sentinel.stacks import awaiting
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +26,17 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """From a cancellation to giving up on code that does not end."""
 
-_left_behind: list[Coroutine[Any, Any, Any]] = []
-"""Kept, because a coroutine that swallows everything cannot even be closed."""
+_MACHINERY = tuple(
+    f"{Path(__file__).resolve().parents[1] / name}"
+    for name in ("controller/", "ledger/", "workers/environments/offload.py")
+)
 
 
-def left_behind() -> int:
-    """How many coroutines were given up in this process."""
-    return len(_left_behind)
+def stands_at(coroutine: Coroutine[Any, Any, Any]) -> str:
+    """The innermost place of it that is neither a library's nor the controller's; empty when it has not begun or is over."""
+    stack = awaiting(coroutine)
+    own = next((place for place in stack if not place.of_a_library and not place.file.startswith(_MACHINERY)), None)
+    return str(own or (stack[0] if stack else ""))
 
 
 async def await_foreign(
@@ -52,7 +60,8 @@ async def await_foreign(
         if not driver.ended.is_set():
             logger.warning("%s did not end within %g s of its cancellation and was left behind", what, grace_s)
             driver.left = True
-            _left_behind.append(coroutine)
+            # Kept even at the interpreter's end: there it would be closed, and what swallows that too never ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
             task.cancel()
         raise
     return driver.outcome()
@@ -72,6 +81,9 @@ class _Driver(Generic[T]):
             self.outcome = lambda: result
         except Exception as error:
             self.outcome = partial(_raise, error)
+        except SystemExit as error:
+            # It would take the loop along.
+            self.outcome = partial(_raise, RuntimeError(f"it called sys.exit({error.code!r})"))
         finally:
             self.ended.set()
 

@@ -90,13 +90,13 @@ def _tasks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
             break
     yield f"{len(tasks)} tasks"
     for task in tasks:
-        yield f"task {task.get_name()}:\n{describe(_awaiting(task))}"
+        yield f"task {task.get_name()}:\n{describe(awaiting(task.get_coro()))}"
 
 
-def _awaiting(task: asyncio.Task[Any]) -> tuple[Place, ...]:
-    """Where the task stands, innermost first: the chain of coroutines that await one another."""
+def awaiting(coroutine: Any) -> tuple[Place, ...]:
+    """Where a coroutine stands, innermost first: the chain of those that await one another."""
     found: list[Place] = []
-    inner: Any = task.get_coro()
+    inner: Any = coroutine
     while inner is not None and len(found) < _MAX_FRAMES:
         frame = getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)
         if frame is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from controller.context import BadMessages, InLoopContext
-from controller.foreign import await_foreign, left_behind
+from controller.foreign import await_foreign, stands_at
 from ledger.events import MemoryLog
 from ledger.gate import Gate
 from ledger.ledger import Ledger
@@ -54,6 +55,28 @@ class Rollout:
         return deadline.cancelled_caught
 
 
+async def test_where_it_stands_is_where_the_code_of_the_user_waits() -> None:
+    async def thinks(_: InLoopContext) -> None:
+        await anyio.sleep_forever()
+
+    coroutine = thinks(Rollout().context)
+    assert stands_at(coroutine).endswith("thinks")
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(lambda: await_foreign(coroutine, "it", on_cancel=lambda: None))
+        await anyio.wait_all_tasks_blocked()
+        assert stands_at(coroutine) == f"{__file__}:{thinks.__code__.co_firstlineno + 1} in {thinks.__qualname__}"
+        tg.cancel_scope.cancel()
+    assert stands_at(coroutine) == ""
+
+
+async def test_code_that_leaves_the_process_leaves_only_its_rollout() -> None:
+    async def leaves(_: InLoopContext) -> None:
+        raise SystemExit(7)
+
+    with pytest.raises(RuntimeError, match=r"it called sys\.exit\(7\)"):
+        await Rollout().play(leaves)
+
+
 async def catches_all(context: InLoopContext) -> None:
     while True:
         try:  # noqa: SIM105
@@ -77,11 +100,11 @@ async def sleeps_and_catches_all(_: InLoopContext) -> None:
 
 @pytest.mark.parametrize("environment", [catches_all, catches_all_deaf, sleeps_and_catches_all])
 async def test_code_that_swallows_everything_does_not_withstand_its_deadline(
-    environment: Callable[[InLoopContext], Any],
+    environment: Callable[[InLoopContext], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    rollout, before = Rollout(), left_behind()
+    rollout = Rollout()
     assert await rollout.play(environment)
-    assert left_behind() == before + 1
+    assert caplog.text.count("was left behind") == 1
     assert rollout.running == 0, "nothing of it runs in an engine"
     calls = rollout.calls
     await anyio.sleep(0.1)
@@ -116,7 +139,22 @@ async def test_code_that_calls_again_at_once_after_a_refusal_does_not_block_the_
     assert turns > 2
 
 
-async def test_code_that_cleans_up_is_given_the_time(anyio_backend: str) -> None:
+async def test_nor_the_end_of_a_program_of_the_users_own() -> None:
+    program = """
+import anyio
+from tests.controller.test_foreign import GRACE_S, await_foreign, sleeps_and_catches_all
+
+async def main():
+    with anyio.move_on_after(0.1):
+        await await_foreign(sleeps_and_catches_all(None), "it", on_cancel=lambda: None, grace_s=GRACE_S)
+
+anyio.run(main)
+"""
+    with anyio.fail_after(HANG_GUARD_S):
+        await anyio.run_process([sys.executable, "-c", program])
+
+
+async def test_code_that_cleans_up_is_given_the_time(caplog: pytest.LogCaptureFixture) -> None:
     done: list[str] = []
 
     async def cleans_up(context: InLoopContext) -> None:
@@ -127,9 +165,8 @@ async def test_code_that_cleans_up_is_given_the_time(anyio_backend: str) -> None
                 await anyio.sleep(0.1)
                 done.append("cleaned")
 
-    before = left_behind()
     assert await Rollout().play(cleans_up)
-    assert (done, left_behind()) == (["cleaned"], before)
+    assert (done, caplog.text) == (["cleaned"], "")
 
 
 async def test_results_and_errors_come_through_as_they_are() -> None:
