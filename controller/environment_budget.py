@@ -1,4 +1,4 @@
-"""How often an environment may raise: at a few prompts that it cannot cope with, but not at each, and not from the start.
+"""How often an environment may fail: at a few prompts that it cannot cope with, but not at each, and not from the start.
 
 Such a failure belongs to the prompt: the rollout becomes a placeholder, and is never played again.
 """
@@ -24,12 +24,12 @@ class EnvironmentBudget:
         """A rollout was played to its end."""
         self._works = True
 
-    def spend(self, place: str, error: Exception, *, refused: bool) -> str:
-        """The environment raised; why that ends the run, if it does. `refused`: because a call of it was."""
+    def spend(self, failure: str, *, refused: bool) -> str:
+        """The environment failed; why that ends the run, if it does. `refused`: because a call of it was."""
         if not self._works and not refused:
             return "no rollout was played to its end before it"
         if self.failed >= self._limit:
             return f"failures.max_failed {self._limit} is used up"
         self.failed += 1
-        logger.warning("%srollout() raised %s: %s; it is a placeholder", place, type(error).__name__, error)
+        logger.warning("%s; it is a placeholder", failure)
         return ""

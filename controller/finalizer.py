@@ -222,7 +222,13 @@ class FinalizerGroup:
         receipts: dict[str, Receipt] = {}
 
         async def seal(rollout: PlayedRollout) -> None:
-            receipts[rollout.rollout_id] = await self._ledger.seal_once(rollout.rollout_id, failure=rollout.failure)
+            receipt = await self._ledger.seal_once(rollout.rollout_id, failure=rollout.failure)
+            if rollout.detail:
+                rejections = (
+                    replace(r, detail=rollout.detail) if r.reason is rollout.failure else r for r in receipt.rejections
+                )
+                receipt = replace(receipt, rejections=tuple(rejections))
+            receipts[rollout.rollout_id] = receipt
 
         async with anyio.create_task_group() as tg:
             for rollout in rollouts:

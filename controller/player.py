@@ -2,7 +2,7 @@
 
 One that machinery lost is played again, under another id: nothing of the lost one, which is aborted, can get into it.
 
-Invariant: what was played has a finite reward. An environment may raise at a few; whatever else it does ends the run.
+Invariant: what was played has a finite reward. At a few an environment may raise, or return what cannot be trained on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from numbers import Real
 
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from controller.config.schema import FailuresConfig
 from controller.context import InLoopContext
 from controller.environment_budget import EnvironmentBudget
 from controller.first_error import explanations
-from controller.foreign import await_foreign
+from controller.foreign import await_foreign, stands_at
 from controller.generation_pool import CallTrouble
 from controller.records import PlayedRollout, PromptGroup
 from controller.redispatch import RedispatchBudget
@@ -32,7 +33,11 @@ from workers.environments.base import LARGEST_REWARD, Environment, RolloutResult
 
 
 class RolloutError(Exception):
-    """An environment failed at a rollout, or returned something that cannot be trained on."""
+    """An environment failed at a rollout, or returned something that cannot be trained on, once too often."""
+
+
+class BadResult(Exception):
+    """What an environment returned cannot be trained on. The message says why, and what is allowed."""
 
 
 class Player:
@@ -107,21 +112,30 @@ class Player:
     async def _play(self, group: PromptGroup, rollout_id: str) -> PlayedRollout:
         await self._ledger.open(rollout_id, group.group_id)
         context = self._make_context(rollout_id)
-        result: object = None
+        result = RolloutResult(reward=0.0)
         failure: Reason | None = None
+        detail = ""
+        coroutine = self._rollout(context, group)
+        at = partial(stands_at, coroutine)
+        stood = ""
+
+        def cancelled() -> None:
+            nonlocal stood
+            stood = at()
+            context.close()
+
         with self._turns.playing(rollout_id, timeout_s=self._timeout_s) as overdue:
             try:
-                with self._activities.doing(rollout_id, "is in the environment", on=ENVIRONMENT):
-                    result = await await_foreign(
-                        self._rollout(context, group), f"rollout {rollout_id}", on_cancel=context.close
-                    )
+                with self._activities.doing(rollout_id, "is in the environment", on=ENVIRONMENT, at=at):
+                    returned = await await_foreign(coroutine, f"rollout {rollout_id}", on_cancel=cancelled)
+                result = self._checked(returned)
             except Exception as e:
-                result, failure = RolloutResult(reward=0.0), self._judged(e, group, rollout_id)
+                failure, detail = self._judged(e, group, rollout_id)
             else:
                 self._failures.played()
         if overdue.reason is not None:
-            failure, result = overdue.reason, RolloutResult(reward=0.0)
-        result = self._checked(group, rollout_id, result)
+            failure, detail = overdue.reason, f"it stood at {stood}" if stood else ""
+            result = RolloutResult(reward=0.0)
         if context.terminal is not None:
             # Sealed over the control plane, the record holds what was declared by then.
             with suppress(RolloutClosed):
@@ -134,19 +148,23 @@ class Player:
             reward=float(result.reward),
             metrics={name: float(value) for name, value in result.metrics.items()},
             failure=failure,
+            detail=detail,
             tokens=result.tokens,
         )
 
-    def _judged(self, error: Exception, group: PromptGroup, rollout_id: str) -> Reason | None:
-        """What the environment's exception makes of the rollout; None where the record says it. Raises RolloutError."""
+    def _judged(self, error: Exception, group: PromptGroup, rollout_id: str) -> tuple[Reason | None, str]:
+        """What the environment's failure makes of the rollout, and in words; None where the record says it. Raises
+        RolloutError."""
         causes = list(explanations(error))
         if any(isinstance(cause, CallFailedError) for cause in causes):
-            return None if self._call_failed(rollout_id) else Reason.CALL_FAILED
-        place = self._place(group, rollout_id)
-        fatal = self._failures.spend(place, error, refused=any(isinstance(cause, CallRefused) for cause in causes))
+            return None if self._call_failed(rollout_id) else Reason.CALL_FAILED, ""
+        name = type(self._environment).__name__
+        what = str(error) if isinstance(error, BadResult) else f"rollout() raised {type(error).__name__}: {error}"
+        failure = f"environment {name}, prompt {group.prompt.id!r}, rollout {rollout_id}: {what}"
+        fatal = self._failures.spend(failure, refused=any(isinstance(cause, CallRefused) for cause in causes))
         if fatal:
-            raise RolloutError(f"{place}rollout() raised {type(error).__name__}: {error} ({fatal})") from error
-        return Reason.ENVIRONMENT_FAILED
+            raise RolloutError(f"{failure} ({fatal})") from error
+        return Reason.ENVIRONMENT_FAILED, what
 
     def _call_failed(self, rollout_id: str) -> bool:
         """Whether the record says that a call failed where the rollout may have been meant to end."""
@@ -155,10 +173,10 @@ class Player:
     async def _rollout(self, context: InLoopContext, group: PromptGroup) -> object:
         return await self._environment.rollout(context, group.prompt)
 
-    def _checked(self, group: PromptGroup, rollout_id: str, result: object) -> RolloutResult:
-        place = self._place(group, rollout_id)
+    def _checked(self, result: object) -> RolloutResult:
+        """Raises BadResult."""
         if not isinstance(result, RolloutResult):
-            raise RolloutError(f"{place}rollout() returned {result!r}; it must return a RolloutResult")
+            raise BadResult(f"rollout() returned {result!r}; it must return a RolloutResult")
         for name, value in {
             "reward": result.reward,
             **{f"metrics[{k!r}]": v for k, v in result.metrics.items()},
@@ -166,21 +184,17 @@ class Player:
             # numpy's scalars are such numbers too.
             # No comparison holds of NaN.
             if not isinstance(value, Real) or not abs(value) <= LARGEST_REWARD:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise RolloutError(
-                    f"{place}{name} is {value!r}; it must be a finite number of at most {LARGEST_REWARD:g} in size. Mend "
+                raise BadResult(
+                    f"{name} is {value!r}; it must be a finite number of at most {LARGEST_REWARD:g} in size. Mend "
                     "the environment's scoring"
                 )
         for name, kind in (("scored", str), ("tokens", Tokens)):
             value: object = getattr(result, name)
             if value is not None and not isinstance(value, kind):
-                raise RolloutError(f"{place}{name} is {value!r:.200}; it must be None or a {kind.__name__}")
+                raise BadResult(f"{name} is {value!r:.200}; it must be None or a {kind.__name__}")
         if result.tokens is not None and not self._echo:
-            raise RolloutError(
-                f"{place}rollout() returned tokens, but token_capture.enabled is true: those that the engine sampled are "
+            raise BadResult(
+                "rollout() returned tokens, but token_capture.enabled is true: those that the engine sampled are "
                 "trained. Leave RolloutResult.tokens out, or set token_capture.enabled: false"
             )
         return result
-
-    def _place(self, group: PromptGroup, rollout_id: str) -> str:
-        name = type(self._environment).__name__
-        return f"environment {name}, prompt {group.prompt.id!r}, rollout {rollout_id}: "

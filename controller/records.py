@@ -23,6 +23,8 @@ class PlayedRollout(Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float]
     failure: Reason | None = None
     """Set when the rollout did not end by itself; it then becomes a placeholder."""
+    detail: str = ""
+    """Of the failure, for people."""
     tokens: Tokens | None = None
     """What the environment returned, when token capture is off."""
     attempts_lost: bool = False

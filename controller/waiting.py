@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -29,6 +29,8 @@ class Activity:
     """time.monotonic()."""
     on: str = ""
     """The part that it waits for, if it is another one."""
+    at: Callable[[], str] = str
+    """Where its code stands, if that is known."""
 
     @property
     def seconds(self) -> float:
@@ -42,9 +44,9 @@ class Activities:
         self._now: dict[str, dict[Activity, None]] = {}
 
     @contextmanager
-    def doing(self, part: str, what: str, *, on: str = "") -> Generator[None]:
+    def doing(self, part: str, what: str, *, on: str = "", at: Callable[[], str] = str) -> Generator[None]:
         """Mark `part` as doing `what` inside; an activity around it, or beside it, shows again afterwards."""
-        activity = Activity(what, time.monotonic(), on)
+        activity = Activity(what, time.monotonic(), on, at)
         self._now.setdefault(part, {})[activity] = None
         try:
             yield

@@ -353,10 +353,10 @@ class FailuresConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_lost: NonNegativeInt = 10000
     """Rollouts of one run that are played again; later ones are placeholders at once."""
     max_failed_per_prompt: NonNegativeInt = 1
-    """Rollouts of a prompt at which the environment may raise: placeholders, never played again. With more the group is
+    """Rollouts of a prompt at which the environment may fail: placeholders, never played again. With more the group is
     dropped."""
     max_failed: NonNegativeInt = 100
-    """Rollouts of one run at which it may raise; one more ends the run. So does the first one, before any was played to its
+    """Rollouts of one run at which it may fail; one more ends the run. So does the first one, before any was played to its
     end."""
     capture_alarm_rate: Annotated[float, Meta(gt=0, le=1)] | None = 0.05
     """Warn when custody fails for a larger share of the last `capture_alarm_rollouts`; null never warns."""

@@ -106,6 +106,22 @@ def test_one_failed_rollout_of_a_prompt_is_a_placeholder_of_its_group() -> None:
     assert reasons == {"g000003.0": Reason.ENVIRONMENT_FAILED}
 
 
+def test_a_rollout_whose_reward_is_no_number_is_a_placeholder_too() -> None:
+    class Divides(Sometimes):
+        async def rollout(self, ctx: RolloutContext, prompt: Prompt) -> RolloutResult:
+            result = await super().rollout(ctx, prompt)
+            return replace(result, reward=float("nan")) if ctx.rollout_id == "g000003.0" else result
+
+    async def nothing(ctx: RolloutContext, n: int) -> None:
+        await anyio.sleep(5 if n else 0)
+
+    house = played(Divides(nothing))
+    assert house.error is None
+    (rejected,) = [e for e in events(house, RolloutFinalized) if e.reason]
+    assert (rejected.rollout_id, rejected.reason) == ("g000003.0", Reason.ENVIRONMENT_FAILED)
+    assert rejected.detail.startswith("reward is nan; it must be a finite number")
+
+
 def test_more_failures_than_the_budget_end_the_run() -> None:
     async def raises(ctx: RolloutContext, n: int) -> None:
         await anyio.sleep(1)
@@ -125,6 +141,8 @@ def test_a_turn_that_takes_too_long_is_cut_off_and_a_long_call_is_not_one() -> N
     assert house.error is None
     reasons = {e.rollout_id: e.reason for e in events(house, RolloutFinalized) if e.reason}
     assert {r for r, why in reasons.items() if why is Reason.TURN_TIMEOUT} == {"g000002.0", "g000002.1"}
+    stood = {e.detail for e in events(house, RolloutFinalized) if e.reason}
+    assert stood == {f"it stood at {__file__}:{thinks.__code__.co_firstlineno + 2} in {thinks.__qualname__}"}
 
 
 def test_a_step_shrinks_to_its_floor_instead_of_waiting_for_another_group() -> None:
