@@ -33,7 +33,7 @@ from controller.own_sampler import make_sampler
 from controller.prompts import PromptSource
 from controller.reporting.frame import ProgressSnapshot
 from controller.reporting.step_report import StepReport
-from controller.reporting.summary import RunSummary
+from controller.reporting.summary import RunSummary, first_line
 from controller.run import Run
 from controller.run_dir import CHECKPOINTS, Resume, open_run_dir
 from controller.run_ledger import open_run_ledger
@@ -83,6 +83,8 @@ class Controller:
         self._used = False
         self._error: BaseException | None = None
         """Of the run."""
+        self._ending = ""
+        """Why the run ends, in a line, from then on."""
         self.summary: RunSummary | None = None
         """Set when the run has ended."""
 
@@ -139,6 +141,10 @@ class Controller:
             cause = deaths.first or error
             reason = f"{type(cause).__name__}: {cause}"
         self._sentinel.pause()
+        self._ending = f"{status}, {first_line(reason)}" if reason else status
+        if error is not None:
+            # Now: what follows may take long, or hang where this error came from.
+            self._observer.progress.warning(f"the run ends: {self._ending}")
         wind_down = WindDown(self._config, self._run, self._machinery, self._observer, self._run_dir)
         # A first signal that comes only now changes nothing: outside of this scope it would stop a trainer that is saving.
         with self._interrupts.scope(), anyio.CancelScope(shield=True):
@@ -273,7 +279,8 @@ class Controller:
         """Who waits for what: of the run while it trains, else only what the controller is at."""
         if self._run is not None and self._observer.activity is None:
             return self._run.waits()
-        return idle_graph(self._observer.name, self._observer.activity or "training", self._sentinel)
+        doing = self._observer.activity or "training"
+        return idle_graph(self._observer.name, doing, self._sentinel, ending=self._ending)
 
     def _snapshot(self) -> ProgressSnapshot | None:
         return None if self._run is None else self._run.snapshot()

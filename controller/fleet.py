@@ -115,6 +115,8 @@ class Fleet:
         self._stopped: set[anyio.Event] = set()
         self.pids: list[int] = []
         """Of all processes that there were."""
+        self.processes: dict[str, int] = {}
+        """Ids of those that run, by their workers' names."""
 
     async def start(self, module: str, *, name: str, spec: Struct) -> WorkerProcess:
         """Start `python -m module` and return once it is ready. Raises LaunchError."""
@@ -146,8 +148,10 @@ class Fleet:
                 on_line=self._on_line,
             ) as worker:
                 self.pids.append(worker.pid)
+                self.processes[name] = worker.pid
                 yield worker
         finally:
+            self.processes.pop(name, None)
             self._stopped.discard(stopped)
             stopped.set()
 

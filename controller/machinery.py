@@ -6,7 +6,7 @@ workers that were still writing can be swept.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ class Machinery:
     """Longest conversation that every engine can hold, in tokens."""
     vocab_size: int
     """Token ids are below this."""
+    processes: Callable[[], Mapping[str, int]] = dict
+    """Ids of the processes that run now on this machine, by name."""
 
     async def sweep(self) -> dict[str, int]:
         """Clear whatever is left in the run's partitions; rows found, by partition. To be called when no worker writes.
@@ -114,6 +116,7 @@ async def start_machinery(
             generation=workers,
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
+            processes=lambda: {**fleet.processes, **{f"data plane {name}": pid for name, pid in servers.pids.items()}},
         )
 
 

@@ -58,6 +58,9 @@ from ledger.ledger import Ledger
 from ledger.records import CallReply, CallRequest, Sampling
 from workers.environments.base import Environment, Prompt
 
+_LONG_S = 9.0
+"""After so long with one thing, the display says what holds it up."""
+
 
 class Run:
     """`resumed` is the state of the checkpoint that the trainer has loaded; None begins at step 0. In `ledger` nothing is
@@ -225,6 +228,8 @@ class Run:
             activities=self.activities,
             rollouts=self.rollouts,
             environment=type(environment).__name__,
+            rejections=self.finalizers.rejections,
+            processes=machinery.processes,
             may_dispatch=self._rollouts.may_dispatch,
             progress=self._progress,
         )
@@ -309,6 +314,7 @@ class Run:
         what = "starting" if activity is None else activity.what
         if self.evaluator.remaining:
             what = f"{what} ({self.evaluator.remaining} rollouts to go)"
+        culprit = None if activity is None or activity.seconds < _LONG_S else self.waits().culprit
         return ProgressSnapshot(
             step=self.state.step,
             activity=what,
@@ -320,6 +326,7 @@ class Run:
             },
             buffer=counts,
             weight_version=self.state.version,
+            held_up_by="" if culprit is None else str(culprit),
         )
 
     @property

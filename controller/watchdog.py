@@ -22,10 +22,16 @@ Check: TypeAlias = Callable[[], Awaitable[None]]
 """Returns when what it checks is healthy; raises, or does not return, when it is not."""
 
 _LONGEST_TICK_S = 10.0
+_AGAIN_S = 1.0
+"""What was unwell is looked at again so soon: it is blamed until it is known to be well."""
 
 
 class RunStalled(Exception):
     """No progress, or no health, for longer than the watchdog allows. The message says who waits for what."""
+
+
+class NotHealthy(Exception):
+    """Of a check. The message says what is wrong."""
 
 
 class StallWatchdog:
@@ -59,7 +65,7 @@ class StallWatchdog:
         seen, stalled, looked = self._progress(), 0.0, time.monotonic()
         while True:
             # The watchdog's tick: the one place where the run looks at a clock again and again.
-            await anyio.sleep(self._tick_s)
+            await anyio.sleep(min(self._tick_s, _AGAIN_S) if self.unhealthy else self._tick_s)
             await self._check()
             now = time.monotonic()
             # Not more than a look takes: in a process that was stopped nothing stalls.
@@ -96,6 +102,10 @@ class StallWatchdog:
         async with anyio.create_task_group() as tg:
             for name, check in self._checks.items():
                 tg.start_soon(self._look, name, check, found)
+        for name in found.keys() - self.unhealthy.keys():
+            logger.warning("%s: not healthy: %s", name, found[name])
+        for name in self.unhealthy.keys() - found.keys():
+            logger.warning("%s: healthy again", name)
         self.unhealthy = found
         self._failing = {name: self._failing.get(name, 0.0) for name in found}
 
@@ -103,6 +113,8 @@ class StallWatchdog:
         with anyio.move_on_after(self._tick_s):
             try:
                 await check()
+            except NotHealthy as error:
+                found[name] = str(error)
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
             return

@@ -25,6 +25,8 @@ class ProgressSnapshot(Struct, frozen=True, kw_only=True):
     buffer: Mapping[str, int]
     """Groups by state."""
     weight_version: int
+    held_up_by: str = ""
+    """The likely culprit, when the activity takes long."""
 
 
 class Line(Struct, frozen=True, kw_only=True):

@@ -71,6 +71,8 @@ class LiveView:
             rows.add_row("rollouts", _counts(frame.snapshot.rollouts))
             rows.add_row("groups", _counts(frame.snapshot.buffer))
         rows.add_row("now", Text.assemble(frame.activity, ("  " + duration(frame.activity_s), "dim")))
+        if frame.snapshot is not None and frame.snapshot.held_up_by:
+            rows.add_row("held up by", frame.snapshot.held_up_by)
         for line in frame.warnings:
             rows.add_row(Text("warning", "yellow"), Text.assemble((clock(line.time) + "  ", "dim"), line.text))
         title = Text.assemble(("monoloop", "bold cyan"), "  ", (frame.name, "bold"))

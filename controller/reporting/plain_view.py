@@ -116,6 +116,8 @@ def quiet_line(frame: Frame) -> str:
         parts.append(f"step {frame.step}/{frame.steps}")
         parts.append("rollouts: " + counts(frame.snapshot.rollouts))
         parts.append("groups: " + counts(frame.snapshot.buffer))
+        if frame.snapshot.held_up_by:
+            parts.append(f"held up by the {frame.snapshot.held_up_by}")
     return "  ".join(parts)
 
 

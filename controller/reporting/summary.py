@@ -118,10 +118,15 @@ async def write_summary(run_dir: Path, summary: RunSummary, *, timeout_s: float 
     return path
 
 
+def first_line(reason: str) -> str:
+    """The headline: a stall's reason goes on with who waited for what."""
+    return reason.partition("\n")[0]
+
+
 def format_summary(summary: RunSummary, run_dir: Path) -> str:
     """The table printed at the end of a run, in plain ASCII, without a final newline."""
     head = f"{summary.status}: {summary.steps} of {summary.planned_steps} steps in {duration(summary.seconds)}"
-    rows = [("reason", clean_line(" ".join(summary.reason.splitlines())))] if summary.reason else []
+    rows = [("reason", clean_line(first_line(summary.reason)))] if summary.reason else []
     if summary.reward_first is not None:
         edges = f"{number(summary.reward_first)} -> {number(summary.reward_last)}"
         rows.append(("reward", f"{edges}  (first and last {_EDGE_STEPS} steps)"))

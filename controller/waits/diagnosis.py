@@ -97,6 +97,8 @@ def _of_the_groups(graph: WaitGraph) -> Culprit:
 def _of_the_rollouts(graph: WaitGraph) -> Culprit:
     slowest = max(graph.slowest, key=lambda rollout: rollout.phase_seconds)
     place = f"rollout {slowest.id} {slowest.phase} for {slowest.phase_seconds:.1f} s"
+    if slowest.at:
+        place += f", at {slowest.at}"
     if slowest.on != ENGINES:
         return Culprit(part=slowest.on or ENVIRONMENT, why=place)
     serving = [engine for engine in graph.engines if engine.state == "serving"]

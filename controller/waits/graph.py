@@ -36,6 +36,8 @@ class PlayedRollout(Struct, frozen=True, kw_only=True):
     phase: str
     phase_seconds: float
     on: str
+    at: str = ""
+    """Where the environment's code stands."""
 
 
 class StepHoles(Struct, frozen=True, kw_only=True):
@@ -109,6 +111,8 @@ class WaitGraph(Struct, frozen=True, kw_only=True):
     """Unix time."""
     doing: str
     """What the controller as a whole does."""
+    ending: str = ""
+    """Why the run ends, once it does."""
     step: int = 0
     last_step: int = 0
     groups_committed: int = 0
@@ -120,10 +124,14 @@ class WaitGraph(Struct, frozen=True, kw_only=True):
     permits: Permits | None = None
     rollouts: int = 0
     slowest: tuple[PlayedRollout, ...] = ()
+    rejections: dict[str, int] = {}
+    """Rollouts that could not be trained so far, by reason code."""
     steps: tuple[StepHoles, ...] = ()
     sync: Sync | None = None
     plane: PlaneState | None = None
     engines: tuple[EngineState, ...] = ()
+    processes: dict[str, int] = {}
+    """Ids of the run's processes on this machine, by name."""
     calls_waiting: int = 0
     """Model calls that wait for an engine with room."""
     loop: LoopState | None = None

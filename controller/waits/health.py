@@ -14,7 +14,7 @@ from controller.foreign import await_foreign
 from controller.generation_pool import GenerationPool
 from controller.member import WorkerState
 from controller.waiting import ENGINES, ENVIRONMENT, PLANE
-from controller.watchdog import Check
+from controller.watchdog import Check, NotHealthy
 from dataplane.plane import DataPlane
 from dataplane.schema import HEALTH
 from workers.environments.base import Environment
@@ -24,10 +24,6 @@ _ROWS = 4
 _GRACE_S = 1.0
 
 
-class NotHealthy(Exception):
-    """The message says what is wrong."""
-
-
 def checks_of(
     environment: Environment, pool: GenerationPool, plane: DataPlane, *, timeout_s: float
 ) -> dict[str, Check]:
@@ -35,7 +31,8 @@ def checks_of(
     numbers = itertools.count()
 
     async def engines() -> None:
-        if not any(member.state is WorkerState.SERVING for member in pool.members):
+        # At the run's start they join, in their own time.
+        if not any(member.state in (WorkerState.SERVING, WorkerState.JOINING) for member in pool.members):
             states = "; ".join(f"{m.name} {m.state}: {m.why}" for m in pool.members)
             raise NotHealthy(f"none serves ({states})")
 

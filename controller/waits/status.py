@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from controller.exits import Exit
 from controller.reporting.summary import SUMMARY_FILE
@@ -19,6 +20,8 @@ from controller.waits.text import describe
 
 _ANSWER_S = 10.0
 _MAX_BYTES = 16 * 2**20
+_STOPPED_STATES = "Tt"
+_STOPPED = "is stopped (by SIGSTOP or a debugger); `kill -CONT {pid}` lets it go on"
 
 
 class NoStatus(Exception):
@@ -45,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             text = _get(address, STACKS).decode(errors="replace")
         else:
             body = _get(address, WAITS)
-            text = body.decode() if arguments.json else describe(_decode(address, body))
+            text = body.decode() if arguments.json else describe(_with_stopped(_decode(address, body)))
     except NoStatus as error:
         print(error, file=sys.stderr)  # noqa: T201
         return Exit.FAILED
@@ -58,6 +61,16 @@ def _decode(address: StatusAddress, body: bytes) -> WaitGraph:
         return msgspec.json.decode(body, type=WaitGraph)
     except msgspec.MsgspecError as error:
         raise NoStatus(f"what answers at {address.url} is no run of this version: {error}") from error
+
+
+def _with_stopped(graph: WaitGraph) -> WaitGraph:
+    """With the run's processes that the kernel says are stopped: they cannot say so themselves."""
+    stopped = {
+        name: f"process {pid} {_STOPPED.format(pid=pid)}"
+        for name, pid in graph.processes.items()
+        if _stat(pid)[:2] in ([state, str(graph.pid)] for state in _STOPPED_STATES)
+    }
+    return replace(graph, unhealthy=graph.unhealthy | stopped)
 
 
 def _address(run: str) -> StatusAddress:
@@ -93,10 +106,17 @@ def _state(pid: int) -> str:
     """What the kernel says of the controller's process."""
     if not pid:
         return "is the run still active?"
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    stat = _stat(pid)
+    if not stat:
         return f"its process {pid} is gone; it was killed, or its machine is another one"
-    if state in "Tt":
-        return f"its process {pid} is stopped (by SIGSTOP or a debugger); `kill -CONT {pid}` lets it go on"
-    return f"its process {pid} is in state {state}; native code may keep its interpreter: SIGINT twice ends it"
+    if stat[0] in _STOPPED_STATES:
+        return f"its process {pid} {_STOPPED.format(pid=pid)}"
+    return f"its process {pid} is in state {stat[0]}; native code may keep its interpreter: SIGINT twice ends it"
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process: its state, its parent, and more; empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

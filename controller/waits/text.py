@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from controller.waits.graph import EngineState, LoopState, Part, PlaneState, WaitGraph
+from controller.waits.graph import EngineState, LoopState, Part, PlaneState, PlayedRollout, WaitGraph
 
 _MAX_PARTS = 20
 
@@ -16,6 +16,8 @@ def describe(graph: WaitGraph) -> str:
 
 def _lines(graph: WaitGraph) -> Iterator[str]:
     yield f"run {graph.run}, process {graph.pid}: {graph.doing}"
+    if graph.ending:
+        yield f"the run ends: {graph.ending}"
     if graph.permits is not None:
         yield (
             f"step {graph.step} of {graph.last_step}, {graph.groups_committed} groups committed; "
@@ -29,9 +31,11 @@ def _lines(graph: WaitGraph) -> Iterator[str]:
     yield from _section("replay buffer", _buffer(graph))
     yield from _section(
         f"rollouts: {graph.rollouts} are played" + (", the slowest:" if graph.slowest else ""),
-        (f"{r.id}: {_s(r.seconds)} old, {r.phase} for {_s(r.phase_seconds)}" for r in graph.slowest),
+        (_rollout(rollout) for rollout in graph.slowest),
         always=graph.permits is not None,
     )
+    if graph.rejections:
+        yield f"rollouts that were not trained so far: {_counts(graph.rejections)}"
     yield from _section("engines", _engines(graph))
     if graph.sync is not None:
         last = graph.sync.last_seconds
@@ -41,6 +45,8 @@ def _lines(graph: WaitGraph) -> Iterator[str]:
         yield from _plane(graph.plane)
     if graph.loop is not None:
         yield from _loop(graph.loop)
+    if graph.processes:
+        yield "processes: " + ", ".join(f"{name} {pid}" for name, pid in graph.processes.items())
 
 
 def _section(title: str, lines: Iterator[str], *, always: bool = False) -> Iterator[str]:
@@ -69,6 +75,11 @@ def _buffer(graph: WaitGraph) -> Iterator[str]:
     for step in graph.steps:
         there = f"{_counts(step.groups) or 'nothing dispatched'}"
         yield f"step {step.step} takes {step.wanted} groups: {there}; {step.missing} missing"
+
+
+def _rollout(rollout: PlayedRollout) -> str:
+    at = f", at {rollout.at}" if rollout.at else ""
+    return f"{rollout.id}: {_s(rollout.seconds)} old, {rollout.phase} for {_s(rollout.phase_seconds)}{at}"
 
 
 def _engines(graph: WaitGraph) -> Iterator[str]:

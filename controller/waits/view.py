@@ -64,6 +64,8 @@ class WaitView:
         activities: Activities,
         rollouts: Activities,
         environment: str,
+        rejections: Mapping[str, int],
+        processes: Callable[[], Mapping[str, int]],
         may_dispatch: Callable[[], bool],
         progress: Callable[[], tuple[int, int]],
     ) -> None:
@@ -76,6 +78,8 @@ class WaitView:
         self._activities = activities
         self._rollouts = rollouts
         self._environment = environment
+        self._rejections = rejections
+        self._processes = processes
         self._may_dispatch = may_dispatch
         self._progress = progress
         self._tokens: dict[str, TokenProgress] = {}
@@ -96,10 +100,12 @@ class WaitView:
             permits=self._permits(),
             rollouts=len(self._rollouts),
             slowest=self._slowest(now),
+            rejections=dict(self._rejections),
             steps=tuple(self._holes()),
             sync=Sync(version=self._state.version, last_seconds=self._weight_sync.last_seconds),
             plane=self._plane_state(now),
             engines=tuple(self._engine(member, now) for member in self._pool.members),
+            processes=dict(self._processes()),
             calls_waiting=self._pool.waiting,
             unhealthy=dict(unhealthy),
         )
@@ -138,6 +144,7 @@ class WaitView:
                 phase=latest.what,
                 phase_seconds=now - latest.since,
                 on=latest.on,
+                at=latest.at(),
             )
             for rollout_id, first, latest in self._rollouts.oldest(_SLOWEST)
         )
@@ -190,13 +197,14 @@ class WaitView:
         )
 
 
-def idle_graph(run: str, doing: str, sentinel: Sentinel | None) -> WaitGraph:
-    """What is known of a run that has not begun to train, or has ended."""
+def idle_graph(run: str, doing: str, sentinel: Sentinel | None, *, ending: str = "") -> WaitGraph:
+    """What is known of a run that has not begun to train, or is ending."""
     graph = WaitGraph(
         run=run,
         pid=os.getpid(),
         time=time.time(),
         doing=doing,
+        ending=ending,
         loop=None if sentinel is None else loop_state(sentinel),
     )
     return replace(graph, culprit=culprit(graph))

@@ -90,6 +90,27 @@ async def test_what_stays_unwell_is_a_stall_although_the_run_moves(how: str) -> 
     assert str(stall).startswith("not healthy for 0 s: sandbox: " + wanted)
 
 
+async def test_what_becomes_unwell_is_told_at_once_and_so_is_its_recovery(caplog: pytest.LogCaptureFixture) -> None:
+    sick = True
+
+    async def check() -> None:
+        if sick:
+            raise ConnectionError("gone")
+
+    watched = watchdog([0], "warn", [], {"sandbox": check})
+    with anyio.move_on_after(20):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(watched.run)
+            while not watched.unhealthy:
+                await anyio.sleep(0.01)
+            sick = False
+            while watched.unhealthy:
+                await anyio.sleep(0.01)
+            tg.cancel_scope.cancel()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["sandbox: not healthy: ConnectionError: gone", "sandbox: healthy again"]
+
+
 async def test_what_is_unwell_for_a_moment_is_no_stall() -> None:
     looks = 0
 

@@ -78,7 +78,7 @@ def test_the_printed_summary_of_a_failed_run():
     text = format_summary(failed, Path("runs/a-run"))
     assert text.splitlines()[:3] == [
         "failed: 0 of 40 steps in 5m 12s",
-        "  reason    WorkerDied: gen-0 exited with -9 and a long story",
+        "  reason    WorkerDied: gen-0 exited with -9",
         "  rollouts  dispatched 643 != trained 620 + evicted 12 + dropped 0 + aborted 8"
         "   lost=3 duplicated=0 unaccounted=3",
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -74,6 +76,37 @@ async def test_it_refuses_what_was_not_addressed_to_this_machine() -> None:
             await in_thread(f"{url}/debug/waits", "attacker.example:80")
         with pytest.raises(urllib.error.HTTPError, match="404"):
             await in_thread(f"{url}/debug")
+
+
+async def test_a_worker_that_was_stopped_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def graph() -> WaitGraph:
+        return WaitGraph(run="r", pid=os.getpid(), time=0.0, doing="training", processes={"generation-0": child.pid})
+
+    async with await anyio.open_process(["sleep", "60"]) as child:
+        with Sentinel(report_over_ms=60_000) as sentinel, StatusServer(sentinel, graph).serving() as url:
+            try:
+                await anyio.to_thread.run_sync(status.main, [url])
+                assert "not healthy" not in capsys.readouterr().out
+                child.send_signal(signal.SIGSTOP)
+                await anyio.to_thread.run_sync(os.waitid, os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+                await anyio.to_thread.run_sync(status.main, [url])
+            finally:
+                child.kill()
+    told = capsys.readouterr().out
+    assert f"not healthy: generation-0: process {child.pid} is stopped" in told
+    assert f"processes: generation-0 {child.pid}" in told
+
+
+async def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    with serving() as url:
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "controller", "status", url]
+        try:
+            done = await anyio.run_process(command, stdout=writing, check=False)
+        finally:
+            os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 async def test_the_status_of_a_run_that_is_not_there_says_so(

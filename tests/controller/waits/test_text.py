@@ -78,7 +78,13 @@ permits = st.builds(
     selectable=st.booleans(),
 )
 rollouts = st.builds(
-    PlayedRollout, id=words, seconds=seconds, phase=words, phase_seconds=seconds, on=st.just("") | names
+    PlayedRollout,
+    id=words,
+    seconds=seconds,
+    phase=words,
+    phase_seconds=seconds,
+    on=st.just("") | names,
+    at=st.sampled_from(["", "a.py:3 in f"]),
 )
 graphs = st.builds(
     WaitGraph,
@@ -86,6 +92,9 @@ graphs = st.builds(
     pid=st.just(1),
     time=seconds,
     doing=words,
+    ending=st.sampled_from(["", "failed, WorkerDied: gone"]),
+    rejections=st.dictionaries(words, st.integers(1, 9), max_size=2),
+    processes=st.dictionaries(names, st.integers(1, 9), max_size=2),
     parts=st.lists(parts, max_size=4).map(tuple),
     permits=st.none() | permits,
     slowest=st.lists(rollouts, max_size=3).map(tuple),
