@@ -28,6 +28,7 @@ from workers.generation.engine import Engine, EngineDead, Generation
 from workers.generation.rendering import BadMessages, ChatRenderer
 from workers.generation.routes import BadRoutes, decode_routes
 from workers.generation.stop_text import cut
+from workers.generation.text_bound import TextTooLong
 from workers.generation.turn_end import RenderMismatch
 from workers.rpc.errors import HandlerError
 
@@ -65,6 +66,7 @@ class Capture:
         self._plane = plane
         self._sink = TokenSink(plane)
         self._prefixes = _PrefixCache(_CACHED_TOKENS)
+        renderer.bound.context = engine.max_model_len
 
     async def answer(self, request: CallRequest) -> CallReply:
         """Render, generate, stage, parse. Raises HandlerError with the failure kinds of `api.GENERATE`.
@@ -119,6 +121,8 @@ class Capture:
             return await self._renderer.extend(
                 prefix.ids, prefix.prompt_len, request.messages, parent.messages, request.tools
             )
+        except TextTooLong as error:
+            raise self._prompt_too_long(f"at least {error.tokens}") from error
         except BadMessages as error:
             raise HandlerError("bad_request", str(error), failure_class="data") from error
         except RenderMismatch as error:
@@ -130,12 +134,7 @@ class Capture:
     async def _generate(self, request: CallRequest, prompt: list[int]) -> Generation:
         room = self._engine.max_model_len - len(prompt)
         if room < 1:
-            raise HandlerError(
-                "prompt_too_long",
-                f"the prompt has {len(prompt)} tokens; with one token to generate at most {self._engine.max_model_len} fit. "
-                "Raise generation.max_model_len (and the model's own limit), or keep conversations shorter",
-                failure_class="data",
-            )
+            raise self._prompt_too_long(str(len(prompt)))
         sampling = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
         try:
             generation = await self._engine.generate(_request_id(request), prompt, sampling)
@@ -150,6 +149,14 @@ class Capture:
                 failure_class="capture",
             )
         return generation
+
+    def _prompt_too_long(self, tokens: str) -> HandlerError:
+        return HandlerError(
+            "prompt_too_long",
+            f"the prompt has {tokens} tokens; with one token to generate at most {self._engine.max_model_len} fit. "
+            "Raise generation.max_model_len (and the model's own limit), or keep conversations shorter",
+            failure_class="data",
+        )
 
     async def _parent_tokens(self, parent: ParentCoords) -> Prefix:
         """The parent's exact tokens, from the cache or the data plane, proven against its coordinates."""

@@ -11,6 +11,8 @@ import copy
 import re
 from typing import Any, cast
 
+from workers.generation.text_bound import TextBound
+
 BREAK = "\ufdd0"
 """A noncharacter of Unicode, which no text has a use for; one that a message holds is dropped."""
 _THINK = frozenset({"<think>", "</think>"})
@@ -22,6 +24,8 @@ class LiteralTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._inner = tokenizer
+        self.bound = TextBound(tokenizer)
+        """Of each text that is encoded; raises TextTooLong."""
         control = {str(t) for t in tokenizer.all_special_tokens}
         control |= {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._control = [
@@ -56,7 +60,9 @@ class LiteralTokenizer:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         start = 0
-        for part in text.split(BREAK):
+        parts = text.split(BREAK)
+        self.bound.check(*parts)
+        for part in parts:
             encoded = self._inner(part, return_offsets_mapping=return_offsets_mapping, **options)
             ids += encoded["input_ids"]
             if return_offsets_mapping:

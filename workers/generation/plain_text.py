@@ -10,13 +10,15 @@ import anyio.to_thread
 
 from ledger.records import TokenLogprob
 from workers.generation.engine import Generation
+from workers.generation.text_bound import TextBound
 
 
 class PlainText:
     """Holds a tokenizer of its own, for any thread: tokenizers are not safe to share without a lock."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, bound: TextBound) -> None:
         self._tokenizer = tokenizer
+        self._bound = bound
         self._lock = Lock()
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -26,7 +28,8 @@ class PlainText:
 
     async def tokens(self, text: str) -> list[int]:
         """Token ids of a raw prompt; what spells a control token in it is one. A beginning-of-text token comes first if the
-        tokenizer puts one."""
+        tokenizer puts one. Raises TextTooLong."""
+        self._bound.check(text)
         return await anyio.to_thread.run_sync(self._encode, text)
 
     async def text(self, tokens: Sequence[int]) -> str:

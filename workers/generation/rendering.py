@@ -25,6 +25,7 @@ import numpy.typing as npt
 from ledger.records import FunctionCall, Message, ToolCall
 from workers.generation.literals import LiteralTokenizer
 from workers.generation.plain_text import PlainText
+from workers.generation.text_bound import TextTooLong
 from workers.generation.turn_end import after_turn
 from workers.host import StartupError
 
@@ -56,11 +57,13 @@ class ChatRenderer:
         stop = dict.fromkeys([*cast("list[int]", renderer.get_stop_token_ids()), *extra_stop])
         self.stop_token_ids: tuple[int, ...] = tuple(stop)
         """The tokens that end an assistant turn."""
-        self.plain = PlainText(tokenizer.plain())
+        self.bound = tokenizer.bound
+        """Of the texts that are encoded here."""
+        self.plain = PlainText(tokenizer.plain(), self.bound)
         self._one_at_a_time = anyio.CapacityLimiter(1)
 
     async def render_root(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """The prompt of a new conversation, up to where the assistant speaks. Raises BadMessages."""
+        """The prompt of a new conversation, up to where the assistant speaks. Raises BadMessages or TextTooLong."""
         return await self._run(lambda: self._render(self._plain(messages), tools, to_answer=True))
 
     async def extend(
@@ -69,7 +72,7 @@ class ChatRenderer:
         """The next prompt of a conversation. It begins with `so_far`, unchanged.
 
         `so_far` are the conversation's exact tokens; from `prompt_len` on they are its last assistant turn.
-        `messages[:covered]` are what they stand for; the rest is new. Raises BadMessages or RenderMismatch.
+        `messages[:covered]` are what they stand for; the rest is new. Raises BadMessages, RenderMismatch or TextTooLong.
         """
 
         def work() -> list[int]:
@@ -156,6 +159,8 @@ class ChatRenderer:
 def _template_errors() -> Generator[None]:
     try:
         yield
+    except TextTooLong:
+        raise
     except Exception as error:  # Templates are programs of the model's author: they raise anything.
         raise BadMessages(f"the model's chat template refuses these messages: {error}") from error
 

@@ -23,6 +23,7 @@ from ledger.records import CallReply, CallRequest, Message, ParentCoords, Sampli
 from ledger.verify import RowPlan, VerifiedRow, materialize
 from tests.models import END, TEMPLATE, tiny_lm, tiny_model, tiny_tokenizer
 from tests.workers.generation.helpers import freeze_after, frozen, load, reference_logprobs
+from tests.workers.generation.test_text_bound import byte_level
 from workers.generation.api import EngineSpec
 from workers.generation.capture import Capture
 from workers.generation.rendering import ChatRenderer
@@ -271,6 +272,15 @@ async def test_a_prompt_must_leave_room_for_a_token(model_dir: Path) -> None:
             await rig.capture.answer(request)
         reply = await rig.capture.answer(rig.request(user("x"), max_tokens=500, call=1, stop_token_ids=()))
         assert reply.prompt_tokens + reply.completion_tokens <= 40
+
+
+async def test_a_prompt_far_too_long_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    async with rigged(tiny_model(tmp_path, tokenizer=byte_level()), max_model_len=40) as rig:
+        long = "a" * 2_000_000
+        for request in (rig.request(user(long)), msgspec.structs.replace(rig.request(), prompt=long)):
+            assert await failure(rig.capture, request) == ("prompt_too_long", "data", False)
+            with pytest.raises(HandlerError, match=r"at least 250\d\d\d tokens.* at most 40 fit.*max_model_len"):
+                await rig.capture.answer(request)
 
 
 async def test_logprobs_that_are_not_finite_are_never_staged(rig: Rig, tmp_path: Path) -> None:
