@@ -30,6 +30,8 @@ QUICK = (4,)
 """Which are always played: one that ends the run, and one that it outlives."""
 STEPS = 14
 LEAVES_NOTHING_S = 15.0
+BLOCKED_MS = 1000.0
+"""A longer stall of the loop ends the run, whoever is to blame. The controller's own code may not even be reported."""
 
 ENVIRONMENT = '''
 import anyio
@@ -104,6 +106,7 @@ def config(model: Path) -> dict[str, Any]:
         "generation": {"workers": 2},
         "training": {"optimizer": {"lr": 1e-3}},
         "fleet": {"probe_every_s": 0.5, "probe_timeout_s": 1.0, "restart_after_s": 5.0},
+        "loop": {"fail_over_ms": BLOCKED_MS},
     }
 
 
