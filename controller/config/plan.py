@@ -18,7 +18,7 @@ from controller.config.figures import (
     weights_folder,
 )
 from controller.config.model_dir import ModelFacts
-from controller.config.schema import Config, DataPlaneConfig
+from controller.config.schema import Config, DataPlaneConfig, WeightSyncConfig
 from ledger.segments import FOLDER as LEDGER
 
 Row = tuple[str, str]
@@ -90,6 +90,16 @@ def _processes(config: Config) -> Iterator[Row]:
         f"up to {generation.max_batch} requests decode together, each",
     )
     yield "training x 1", f"on {training.device}, {_count(training.threads, 'thread')}"
+    yield "weight sync", _weight_sync(config.weight_sync)
+
+
+def _weight_sync(config: WeightSyncConfig) -> str:
+    calls = {
+        "keep": "go on with the new weights",
+        "drain": f"end first, within {config.drain_timeout_s:g} s",
+        "abort": "are taken out and go on from the tokens that they have",
+    }[config.mode]
+    return f"{config.transport}, {config.mode}: calls that are running {calls}"
 
 
 def _data_plane(config: DataPlaneConfig) -> str:

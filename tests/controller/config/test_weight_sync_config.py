@@ -10,6 +10,7 @@ import pytest
 from controller.config import engine as engine_rules
 from controller.config.checks import Findings, check_config
 from controller.config.load import ConfigError, load_config
+from controller.config.plan import plan
 from controller.config.weight_sync import weight_sync
 from tests.controller.config.files import valid, write_config
 
@@ -90,3 +91,22 @@ def test_a_name_that_is_no_transport_is_refused(tmp_path: Path) -> None:
     path = write_config(tmp_path, json.dumps(valid(tmp_path)))
     with pytest.raises(ConfigError, match="file, gloo, nccl, ipc or module:Class"):
         load_config(path, ["weight_sync.transport=glooo"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([], "file, keep: calls that are running go on with the new weights"),
+        (
+            ["weight_sync.transport=gloo", "weight_sync.mode=drain", "weight_sync.drain_timeout_s=30"],
+            "gloo, drain: calls that are running end first, within 30 s",
+        ),
+    ],
+)
+def test_the_plan_says_how_weights_travel_and_what_becomes_of_running_calls(
+    tmp_path: Path, overrides: list[str], says: str
+) -> None:
+    config = load_config(write_config(tmp_path, json.dumps(valid(tmp_path))), overrides)
+    model = check_config(config).model
+    assert model is not None
+    assert says in plan(config, model)
