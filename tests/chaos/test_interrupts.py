@@ -184,6 +184,9 @@ def _whole(run_dir: Path, steps: int) -> None:
 
 
 async def _continued(config: dict[str, Any], folder: Path) -> None:
+    newest = latest(folder / "run" / "checkpoints")
+    if newest is not None and read_state(newest).step == STEPS:
+        return  # there is nothing left to do
     run = await finished(config, folder)
     summary = run.summary()
     assert conserved(summary), summary
