@@ -60,8 +60,8 @@ class Controller:
 
     `environment` and `prompts` replace what the configuration names; `prompts` must give the same order at every resume.
     `on_step` is called after each step, and training goes on when it returns. In the main thread SIGINT and SIGTERM are
-    handled: the first stops the run at a checkpoint, the second ends the process. An error ends the run and is raised as
-    itself, not in a group.
+    handled: the first stops the run at a checkpoint, the second ends the process. An error of the caller's own between two
+    `steps` stops it at a checkpoint too. Any error ends the run and is raised as itself, not in a group.
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class Controller:
         self._used = False
         self._error: BaseException | None = None
         """Of the run."""
+        self._left_by = ""
+        """The caller's error, if the scope was left by one."""
         self._ending = ""
         """Why the run ends, in a line, from then on."""
         self.summary: RunSummary | None = None
@@ -103,6 +105,8 @@ class Controller:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not isinstance(error, anyio.get_cancelled_exc_class()):
+            self._left_by = f"the caller's code raised {type(error).__name__}: {error}"
         self._interrupts.stop()
         try:
             swallowed = await self._stack.__aexit__(kind, error, trace)
@@ -137,9 +141,12 @@ class Controller:
             deaths = self._machinery.deaths
             if lost_connection(e):
                 await deaths.news(DEATH_NEWS_S)
-            status = "stalled" if isinstance(error, RunStalled) else "failed"
             cause = deaths.first or error
+            status = "stalled" if isinstance(cause, RunStalled) else "failed"
             reason = f"{type(cause).__name__}: {cause}"
+            if isinstance(cause, anyio.get_cancelled_exc_class()):
+                status = "interrupted" if self._left_by else "failed"
+                reason = self._left_by or "cancelled, by the caller or for the error that is raised"
         self._sentinel.pause()
         self._ending = f"{status}, {first_line(reason)}" if reason else status
         if error is not None:
