@@ -85,9 +85,7 @@ def test_leaving_the_loop_early_ends_the_run_in_order(config: dict[str, Any], tm
 
 
 @pytest.mark.campaign
-def test_an_error_in_the_loop_body_is_raised_at_a_checkpoint(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_error_in_the_loop_body_is_raised_at_a_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
     async def program() -> None:
         with anyio.fail_after(HANG_GUARD_S):
             async with Controller(make(config, tmp_path, steps=500)) as c:
