@@ -9,6 +9,7 @@ import asyncio
 import gc
 import logging
 import math
+import os
 import signal
 import threading
 import time
@@ -243,6 +244,9 @@ class Sentinel:
         if seconds >= due and self._beats >= self._lenient_until:
             samples.told_s = seconds
             self._on_stall(stall)
+            if due > _STILL_BLOCKED_S[0]:
+                # The loop draws the display. In a thread: a stopped terminal is not to stop the sentinel.
+                threading.Thread(target=_say_on_stderr, args=(stall,), daemon=True).start()
         if self._exit_after_s is not None and seconds >= self._exit_after_s:
             self._end_process(stall)
 
@@ -302,6 +306,12 @@ class Sentinel:
     def _write_stacks(self, text: str) -> None:
         if self._stacks_file is not None:
             self._stacks_file.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def _say_on_stderr(stall: Stall) -> None:
+    text = f"\n{stall}, and still is; the display stands still meanwhile\n"
+    with suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 def _log(stall: Stall) -> None:

@@ -68,6 +68,19 @@ async def test_a_sleep_in_a_callback_is_reported_with_its_place() -> None:
     assert sentinel.lag.max_ms >= 250
 
 
+async def test_a_stall_that_goes_on_is_told_on_stderr_since_the_display_stands_still(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("controller.sentinel.sentinel._STILL_BLOCKED_S", (0.1, 0.3, 0.6, 0.9))
+    with Sentinel(on_stall=Reports()):
+        await anyio.sleep(0.02)
+        time.sleep(1.5)  # noqa: ASYNC251  # what is tried
+        told = capfd.readouterr().err
+    assert re.search(
+        rf"the event loop was blocked for \d\.\d\d s at {re.escape(__file__)}:\d+ .*, and still is", told
+    )
+
+
 async def test_native_code_that_keeps_the_interpreter_is_named_by_its_caller() -> None:
     reports = Reports()
     with Sentinel(on_stall=reports):
