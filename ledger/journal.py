@@ -33,7 +33,7 @@ from ledger.writer import Opened, SegmentWriter, open_folder
 Durability: TypeAlias = Literal["batch", "none"]
 """batch: an event is acknowledged once it is on the disk. none: at once; a crash of the machine can lose the newest ones."""
 
-TOLD_AT_ONCE = 16
+TOLD_AT_ONCE = 8
 """Waiters that are woken in one turn of the loop."""
 MAX_FULL = 256
 """With durability none, an append waits while more full frames than this are not written."""
