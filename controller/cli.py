@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import gc
+import atexit
 import importlib.util
 import os
 import sys
@@ -21,6 +21,7 @@ from controller.config.plan import plan
 from controller.config.problems import ConfigError
 from controller.config.schema import Config
 from controller.exits import Exit
+from controller.leaving import leave_behind
 
 if TYPE_CHECKING:
     from controller.reporting.summary import RunSummary
@@ -35,6 +36,9 @@ _EPILOG = f"exit codes:\n{_CODES}\n\nEvery key of the configuration is explained
 
 def program() -> NoReturn:
     """The process of a command line: it ends here, with the exit code, even if a thread of the user's code never does."""
+    codes: list[int] = []
+    # What is registered first is called last.
+    atexit.register(lambda: codes and leave_behind(codes[0]))
     try:
         code = main(leave_when_done=True)
         sys.stdout.flush()
@@ -42,8 +46,7 @@ def program() -> NoReturn:
         # Whoever read it, `head` or a pager, has seen enough; the interpreter would flush what is left once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = Exit.FINISHED
-    # What is alive goes with the process: the interpreter's last collections of it, one by one, would take a second.
-    gc.freeze()
+    codes.append(code)
     raise SystemExit(code)
 
 

@@ -34,3 +34,20 @@ def test_a_thread_that_never_ends_does_not_hold_the_process(how: str) -> None:
 
 def test_a_process_that_ends_by_itself_is_not_waited_for() -> None:
     assert run("from controller.leaving import leave_within; leave_within(1000, 7)").returncode == 0
+
+
+def test_what_is_alive_at_the_end_of_a_run_is_left_as_it_is_and_exit_functions_are_called() -> None:
+    ended = run(
+        "import atexit\n"
+        "import controller.cli as cli\n"
+        "class Native:\n"
+        "    def __del__(self): print('collected')\n"
+        "alive = Native()\n"
+        "def main(**_):\n"
+        "    atexit.register(print, 'the user\\'s own')\n"
+        "    print('the result')\n"
+        "    return 3\n"
+        "cli.main = main\n"
+        "cli.program()\n"
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "the result\nthe user's own\n", "")
