@@ -72,7 +72,7 @@ class RunSummary(Accounts, frozen=True, kw_only=True):
     """Worker processes that outlived their stop."""
     weight_version: int
     reward_first: float | None
-    """Mean reward of the first five steps (`reward_edges`)."""
+    """Mean reward of the first steps (`reward_edges`)."""
     reward_last: float | None
     evaluation_first: EvaluationReport | None = None
     evaluation_last: EvaluationReport | None = None
@@ -87,11 +87,17 @@ class RunSummary(Accounts, frozen=True, kw_only=True):
 
 
 def reward_edges(reports: Sequence[StepReport]) -> tuple[float | None, float | None]:
-    """Mean reward of the first and of the last five steps; of fewer than ten steps the two overlap."""
+    """Mean reward of the first and of the last `edge_steps`."""
     rewards = [report.reward_mean for report in reports if report.reward_mean is not None]
     if not rewards:
         return None, None
-    return fmean(rewards[:_EDGE_STEPS]), fmean(rewards[-_EDGE_STEPS:])
+    edge = edge_steps(len(rewards))
+    return fmean(rewards[:edge]), fmean(rewards[-edge:])
+
+
+def edge_steps(steps: int) -> int:
+    """Five, or half of fewer than ten: the first and the last must not be the same."""
+    return min(_EDGE_STEPS, max(steps // 2, 1))
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -129,7 +135,8 @@ def format_summary(summary: RunSummary, run_dir: Path) -> str:
     rows = [("reason", clean_line(first_line(summary.reason)))] if summary.reason else []
     if summary.reward_first is not None:
         edges = f"{number(summary.reward_first)} -> {number(summary.reward_last)}"
-        rows.append(("reward", f"{edges}  (first and last {_EDGE_STEPS} steps)"))
+        steps = edge_steps(summary.steps)
+        rows.append(("reward", f"{edges}  (first and last {f'{steps} steps' if steps > 1 else 'step'})"))
     if summary.evaluation_first is not None:
         rows.append(("held out", _evaluations(summary.evaluation_first, summary.evaluation_last)))
     rows.append(("rollouts", _accounting(summary)))

@@ -101,10 +101,14 @@ def test_a_run_that_leaves_something_behind_is_not_clean(changes):
     assert not summary(**changes).clean
 
 
-def test_reward_edges_are_means_over_the_first_and_last_five_steps():
+def test_reward_edges_are_means_over_the_first_and_last_five_steps_or_half_of_fewer():
     reports = [step_report(step, reward_mean=float(step)) for step in range(1, 21)]
     assert reward_edges(reports) == (3.0, 18.0)
-    assert reward_edges(reports[:2]) == (1.5, 1.5)
+    assert reward_edges(reports[:4]) == (1.5, 3.5)
+    assert reward_edges(reports[:3]) == (1.0, 3.0)
+    assert reward_edges(reports[:1]) == (1.0, 1.0)
+    assert "(first and last 2 steps)" in format_summary(summary(steps=4, reward_first=1.5, reward_last=3.5), Path())
+    assert "(first and last step)" in format_summary(summary(steps=3, reward_first=1.0, reward_last=3.0), Path())
     assert reward_edges([step_report(1, reward_mean=math.nan)]) == (None, None)
     assert reward_edges([]) == (None, None)
 
