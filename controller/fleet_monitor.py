@@ -213,7 +213,7 @@ class FleetMonitor:
                 await worker.start()
             except LaunchError as error:
                 logger.info("%s", error)
-                member.quarantine(_first_line(str(error)))
+                member.take_out(_first_line(str(error)))
                 return
             member.client = worker.client
             await self._recover(member, worker, within_s=self._load_timeout_s)
@@ -233,7 +233,10 @@ class FleetMonitor:
             tg.cancel_scope.cancel()
 
     async def _handshake(self, member: Member) -> None:
-        """Have it acknowledge the weights of the present, which may move on meanwhile, and then serve."""
+        """Have it acknowledge the weights of the present, which may move on meanwhile, and then serve.
+
+        Raises Quarantined also when someone else has taken it out before the end.
+        """
         while True:
             weights = self._pool.weights
             try:
@@ -244,6 +247,8 @@ class FleetMonitor:
             else:
                 if weights is self._pool.weights:
                     break
+        if member.state is WorkerState.QUARANTINED:
+            raise Quarantined(member.why)
         member.serve(f"it acknowledged weight version {weights.version}")
         self._pool.wake()
 

@@ -153,7 +153,8 @@ class GenerationPool:
         the version before still counts.
         """
         before, self.weights = self.weights, weights
-        asked = [m for m in self.members if m.state in (WorkerState.JOINING, WorkerState.SERVING, WorkerState.SUSPECT)]
+        asked_in = (WorkerState.JOINING, WorkerState.SERVING, WorkerState.SUSPECT)
+        asked = [m for m in self.members if m.state in asked_in]
         refused: dict[Member, RemoteError] = {}
 
         async def load(member: Member) -> None:
@@ -176,7 +177,9 @@ class GenerationPool:
             self.weights = before
             raise next(iter(refused.values()))
         for member, error in refused.items():
-            member.take_out(f"it did not load weight version {weights.version}: {error}")
+            # While others loaded, it may have been taken out, and another process begun in its place.
+            if member.state in asked_in and member.version != weights.version:
+                member.take_out(f"it did not load weight version {weights.version}: {error}")
         self.wake()
 
     async def _place(self, request: CallRequest, *, avoid: Member | None) -> Member:

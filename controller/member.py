@@ -212,7 +212,10 @@ class Member:
         self._waits.add(scope)
         try:
             with scope:
-                return await call()
+                reply = await call()
+                # It may come in the very turn of the loop in which the worker is taken out.
+                if not scope.cancel_called:
+                    return reply
         finally:
             self._waits.discard(scope)
         raise Quarantined(f"{self.name} was quarantined: {self.why}")

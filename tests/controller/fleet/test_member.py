@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from controller.member import IllegalTransition, Member, Quarantined, VersionMismatch, Weights, WorkerState
 from tests.controller.fleet.fakes import FakeWorker, call, serving
+from workers.generation.api import WeightsLoaded
 
 pytestmark = pytest.mark.anyio
 
@@ -105,6 +106,28 @@ async def test_whatever_waits_for_a_worker_is_told_of_its_quarantine_at_once():
     assert worker.running == 0, "and the call was cancelled there"
     with pytest.raises(Quarantined):
         await member.generate(call(), timeout=60)
+
+
+async def test_a_reply_that_comes_in_the_turn_of_the_quarantine_is_none():
+    came = anyio.Event()
+
+    class Answers:
+        async def call(self, method: Any, request: Any, *, timeout: float) -> WeightsLoaded:
+            await came.wait()
+            return WeightsLoaded(version=7, seconds=0.0)
+
+    member = Member("w", Answers())  # type: ignore[arg-type]
+
+    async def load() -> None:
+        with pytest.raises(Quarantined, match="told to"):
+            await member.load(Weights(7, "/weights"), timeout=60)
+
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(load)
+        await anyio.wait_all_tasks_blocked()
+        came.set()
+        member.quarantine("told to")
+    assert member.version is None
 
 
 async def test_a_load_counts_only_when_the_version_is_the_one_that_was_asked_for(tmp_path: Any):

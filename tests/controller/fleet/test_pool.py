@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -189,6 +190,21 @@ async def test_a_version_advances_for_the_rest_when_one_engine_fails_and_another
     await pool.load_weights(Weights(1, "/w"), timeout=0.2)
     assert [m.state for m in members] == [S.QUARANTINED, S.QUARANTINED, S.SERVING]
     assert (c.version, members[2].version, pool.weights.version) == (1, 1, 1)
+
+
+async def test_what_an_engine_refused_is_not_held_against_the_one_that_came_in_its_place():
+    (a, b), members = serving("a", "b")
+    first, _ = members
+    a.refuses = "OSError"
+    b.freeze()
+    pool = pool_of(members)
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(partial(pool.load_weights, Weights(1, "/w"), timeout=10))
+        await anyio.wait_all_tasks_blocked()
+        first.quarantine("it died")
+        first.recover("restarting it")
+        b.thawed.set()
+    assert first.state is S.RECOVERING
 
 
 async def test_a_file_that_every_engine_refuses_is_an_error_before_the_version_moves():
