@@ -40,8 +40,9 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Module
         trust_remote_code=False,
         output_loading_info=True,
     )
-    if info["missing_keys"] or info["mismatched_keys"]:
-        raise ValueError(f"weights are missing or misshapen: {sorted(info['missing_keys'])} {info['mismatched_keys']}")
+    wrong = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    if wrong:
+        raise ValueError(f"{len(wrong)} tensors are missing or misshapen, e.g. {wrong[0]}")
     model = cast(nn.Module, loaded)
     return model.to(device).eval()
 
