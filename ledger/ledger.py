@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ledger import ids, receipts
 from ledger.account import Account, Groups, Stage
-from ledger.errors import IllegalTransition, RolloutClosed, UnknownRollout
+from ledger.errors import IllegalTransition, JournalFailed, RolloutClosed, UnknownRollout
 from ledger.events import (
     CallAdmitted,
     CallCommitted,
@@ -295,10 +295,19 @@ class Ledger:
         await self._record(RunResumed(step=step))
 
     async def give_up(self, reason: str) -> None:
-        """End every live rollout and group as aborted. To be called when nothing plays them any more.
+        """End every live rollout and group as aborted, also when the record of it fails: JournalFailed is raised after that.
+        To be called when nothing plays them any more.
 
         A cancellation leaves some of them live.
         """
+        failures: list[JournalFailed] = []
+
+        async def put_down(event: Event) -> None:
+            try:
+                await self._log.append(event)
+            except JournalFailed as failure:
+                failures.append(failure)
+
         reason = _text(reason)
         rollouts = (
             RolloutAborted(rollout_id=rollout_id, reason=reason, head=self._rollouts[rollout_id].head)
@@ -308,9 +317,11 @@ class Ledger:
         async with anyio.create_task_group() as tg:
             for event in chain(rollouts, groups):
                 self._apply(event)
-                tg.start_soon(self._log.append, event)
+                tg.start_soon(put_down, event)
                 # There may be thousands: each has a turn of the loop.
                 await anyio.lowlevel.checkpoint()
+        if failures:
+            raise failures[0]
 
     async def _record(self, event: Event) -> None:
         self._apply(event)

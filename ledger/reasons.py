@@ -30,7 +30,10 @@ class Reason(_Code):
     ABORTED = "aborted", "the controller gave the rollout up"
     ROLLOUT_TIMEOUT = "rollout_timeout", "the rollout did not end within its deadline"
     TURN_TIMEOUT = "turn_timeout", "the environment took longer than its deadline between two model calls"
-    ENVIRONMENT_FAILED = "environment_failed", "the environment raised at this rollout, or returned what cannot be trained on"
+    ENVIRONMENT_FAILED = (
+        "environment_failed",
+        "the environment raised at this rollout, or returned what cannot be trained on",
+    )
     UNSETTLED_CALL = (
         "unsettled_call",
         "a call was admitted and neither committed nor failed before the rollout was sealed",

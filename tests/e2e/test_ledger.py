@@ -148,9 +148,11 @@ async def test_a_full_disk_ends_the_run_with_one_clear_message_and_with_space_it
 ) -> None:
     config |= {"environment": {"name": "envs:OnASmallDisk"}, "checkpoint": {"every_steps": 1}}
     run = await finished(config, folder, "--set", "run.steps=100", code=1)
-    failed = re.findall(r"^(.*)JournalFailed: ledger run/ledger/segment-000001.log: (.*)$", run.output, re.MULTILINE)
+    told = r"^(?:\d\d:\d\d:\d\d )?(.*)JournalFailed: ledger run/ledger/segment-000001.log: (.*)$"
+    failed = re.findall(told, run.output, re.MULTILINE)
     why = "cannot be written: No space left on device; what was acknowledged is kept"
-    assert failed == [("  reason    ", why), ("", why)], "in the summary, and as the error: " + run.output
+    places = ["WARNING the run ends: failed, ", "  reason    ", ""]
+    assert failed == [(place, why) for place in places], "at once, in the summary, and as the error: " + run.output
     assert "Traceback" not in run.output
     summary = run.summary()
     assert summary["status"] == "failed"

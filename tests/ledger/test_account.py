@@ -7,7 +7,15 @@ import random
 import pytest
 
 from ledger.account import Account
-from ledger.errors import IllegalTransition, LedgerError, RolloutClosed, UnknownCall, UnknownGroup, UnknownRollout
+from ledger.errors import (
+    IllegalTransition,
+    JournalFailed,
+    LedgerError,
+    RolloutClosed,
+    UnknownCall,
+    UnknownGroup,
+    UnknownRollout,
+)
 from ledger.events import Event, MemoryLog
 from ledger.ledger import Ledger
 from ledger.reasons import CallFailure, Reason
@@ -123,6 +131,25 @@ async def test_a_held_out_group_is_evaluated_only_when_finished_and_may_be_given
         await rig.ledger.evaluated("e", 0)
     await rig.ledger.give_up("the run ended")
     assert rig.ledger.account == Account()
+
+
+async def test_all_that_is_live_is_given_up_although_the_record_of_it_fails():
+    class Disk(MemoryLog):
+        full = False
+
+        async def append(self, event: Event) -> None:
+            if self.full:
+                raise JournalFailed("ledger", "no space")
+            await super().append(event)
+
+    disk = Disk()
+    rig = Rig(disk)
+    for group_id in ("g0", "g1"):
+        await rig.start(*(f"{group_id}.{i}" for i in range(3)), group_id=group_id)
+    disk.full = True
+    with pytest.raises(JournalFailed):
+        await rig.ledger.give_up("the run ended")
+    assert rig.ledger.account == Account(dispatched=6, aborted=6)
 
 
 async def test_a_second_end_is_refused():
