@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from workers.generation.vllm_names import vllm
 from workers.weight_sync.ipc_handles import rebuilt
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -49,7 +52,8 @@ class WorkerExtension:
             _forget_packed_experts(model)
             vllm(f"{reload}:initialize_layerwise_reload")(model)
             load: Any = model.load_weights
-            loaded: set[str] | None = load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            tensors = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            loaded: set[str] | None = load(_as_saved(tensors, self.model_runner.model_config.model))
             vllm(f"{reload}:finalize_layerwise_reload")(model, self.model_runner.model_config)
             _pack_tied_head(model)
         left = expected - (loaded or expected)
@@ -62,6 +66,28 @@ class WorkerExtension:
             handles = [{gpu: rebuilt(handle) for gpu, handle in each.items()} for each in info["ipc_handles"]]
             info = info | {"ipc_handles": handles}
         self.update_weights(info)
+
+
+def _as_saved(tensors: Iterable[tuple[str, torch.Tensor]], model_path: str) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors of transformers' model as its directory has them, which is what vLLM knows: some models it holds otherwise
+    than it saves them, the experts of a layer as one tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _held_otherwise(model_path)
+    return tensors if model is None else cast(Any, revert_weight_conversion)(model, dict(tensors)).items()
+
+
+@cache
+def _held_otherwise(model_path: str) -> Any:
+    """The model without data, if transformers holds it otherwise than it saves it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    config: Any = cast(Any, AutoConfig).from_pretrained(model_path, local_files_only=True)
+    with torch.device("meta"):
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(config)
+    return model if get_model_conversion_mapping(model, add_legacy=False) else None
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
