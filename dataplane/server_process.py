@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
+_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**20)}
+"""Rows that were cleared go back to the system. Without it glibc keeps for itself ever larger blocks that were freed."""
 MAX_HELLO_BYTES = 64 * 1024
 MAX_LINE = 2_000
 LAST_LINES = 20
@@ -61,7 +63,7 @@ class ServerProcess:
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
+            env={**_MEMORY, **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
             start_new_session=True,
         )
         return cls(name, process)
