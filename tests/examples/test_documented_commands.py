@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import signal
@@ -96,6 +97,15 @@ def shows_a_run(command: str, workspace: Path) -> None:
             assert training.wait(60) == 130
 
 
+def measures(figure: str, *more: str) -> Callable[[str, Path], None]:
+    """The benchmark, shortened by `more`, ends with a line of JSON that has the figure."""
+
+    def check(command: str, workspace: Path) -> None:
+        assert figure in json.loads(execute(command, ROOT, *more).splitlines()[-1])
+
+    return check
+
+
 def installs(*packages: str) -> Callable[[str, Path], None]:
     """The packages are named as the program that needs them names them; there may be no index here to ask."""
 
@@ -130,6 +140,17 @@ COMMANDS: dict[str, Callable[[str, Path], None]] = {
         "--set advantage.rewards=random"
     ): trains("runs/smollm2_control", *SMALL, *TINY),
     ".venv/bin/tensorboard --logdir runs": prints("2.", "--version"),
+    ".venv/bin/python -m benchmarks.loop_latency --png loop_latency.png": measures(
+        "ratio_max", "--seconds", "2", "--frozen", "2", "--png", os.devnull
+    ),
+    ".venv/bin/python -m benchmarks.scale": measures("p99_lag_ms", "--seconds", "3", "--rollouts", "40"),
+    ".venv/bin/python -m benchmarks.async_speedup": measures("speedup"),
+    ".venv/bin/python -m benchmarks.dataplane": measures("adapter_max_lag_ms"),
+    ".venv/bin/python -m benchmarks.ledger": measures("commits_per_s"),
+    ".venv/bin/python -m benchmarks.gate": measures("calls_per_cpu_s", "--seconds", "1"),
+    ".venv/bin/python -m benchmarks.end_to_end": measures(
+        "ratio_tiny", "--calls", "8", "--concurrency", "4", "--rounds", "1"
+    ),
 }
 
 
@@ -149,9 +170,14 @@ def trains_a_model(command: str) -> bool:
     return command.startswith(started) and "--check" not in command
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=pytest.mark.long) if trains_a_model(c) else c for c in documented()]
-)
+def part_of(command: str) -> pytest.MarkDecorator | tuple[()]:
+    """Those that take longer are not part of `make test`."""
+    if " -m benchmarks." in command:
+        return pytest.mark.campaign
+    return pytest.mark.long if trains_a_model(command) else ()
+
+
+@pytest.mark.parametrize("command", [pytest.param(command, marks=part_of(command)) for command in documented()])
 def test_a_documented_command_works(command: str, workspace: Path) -> None:
     assert command in COMMANDS, "say in COMMANDS how this command of the documents is to be run"
     COMMANDS[command](command, workspace)

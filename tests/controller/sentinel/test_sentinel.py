@@ -76,9 +76,7 @@ async def test_a_stall_that_goes_on_is_told_on_stderr_since_the_display_stands_s
         await anyio.sleep(0.02)
         time.sleep(1.5)  # noqa: ASYNC251  # what is tried
         told = capfd.readouterr().err
-    assert re.search(
-        rf"the event loop was blocked for \d\.\d\d s at {re.escape(__file__)}:\d+ .*, and still is", told
-    )
+    assert re.search(rf"the event loop was blocked for \d\.\d\d s at {re.escape(__file__)}:\d+ .*, and still is", told)
 
 
 async def test_native_code_that_keeps_the_interpreter_is_named_by_its_caller() -> None:
