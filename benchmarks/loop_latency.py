@@ -187,17 +187,16 @@ async def freeze(servers: Servers, seconds: float) -> None:
 
 
 async def measure(seconds: float, frozen_s: float, folder: Path) -> tuple[LoopLag, Lags, Lags]:
-    async with start_servers(storage_units=1, timeout_s=60, plane_timeout_s=frozen_s + 20) as servers:
-        print(f"servers: {dict(servers.pids)}", flush=True)
-        found: list[Lags] = []
-        for synchronous in (False, True):
-            where = folder / ("sync" if synchronous else "ours")
-            where.mkdir()
+    found: list[Lags] = []
+    for synchronous in (False, True):
+        where = folder / ("sync" if synchronous else "ours")
+        where.mkdir()
+        async with start_servers(storage_units=1, timeout_s=60, plane_timeout_s=frozen_s + 20) as servers:
             found.append(await lags_of(servers, where, seconds, frozen_s, synchronous=synchronous))
-        idle = LoopLag()
-        with quiet_interpreter():
-            async with idle.watched():
-                await anyio.sleep(IDLE_S)
+    idle = LoopLag()
+    with quiet_interpreter():
+        async with idle.watched():
+            await anyio.sleep(IDLE_S)
     return idle, found[0], found[1]
 
 
