@@ -23,7 +23,7 @@ import json
 import logging
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +144,7 @@ async def lags_of(servers: Servers, folder: Path, seconds: float, frozen_s: floa
                 trainer=clients["training"],
                 plane=plane,
             ) as house,
+            freezer(servers, frozen_s) as freeze,
         ):
             lags = Lags(LoopLag(), LoopLag())
             with quiet_interpreter():
@@ -153,7 +154,7 @@ async def lags_of(servers: Servers, folder: Path, seconds: float, frozen_s: floa
                     async with lags.healthy.watched():
                         await anyio.sleep(seconds)
                     async with lags.frozen.watched():
-                        await freeze(servers, frozen_s)
+                        await freeze()
                     tg.cancel_scope.cancel()
             await house.run.end_live_groups("measured")
         for client in clients.values():
@@ -178,12 +179,21 @@ def config(folder: Path, frozen_s: float) -> Config:
     )
 
 
-async def freeze(servers: Servers, seconds: float) -> None:
-    """Stop the storage servers for so long, by a process that no blocked loop can keep from letting them go on."""
+@asynccontextmanager
+async def freezer(servers: Servers, seconds: float) -> AsyncGenerator[Callable[[], Awaitable[None]]]:
+    """A function that stops the storage servers for so long, by a process that no blocked loop can keep from letting them go
+    on. It is started here, since a fork of this process keeps the loop."""
     pids = " ".join(str(pid) for name, pid in servers.pids.items() if name.startswith("storage"))
-    script = f"kill -STOP {pids}; sleep {seconds}; kill -CONT {pids}"
-    await anyio.run_process(["sh", "-c", script])
-    await anyio.sleep(SETTLE_S)
+    script = f"read start || exit; kill -STOP {pids}; sleep {seconds}; kill -CONT {pids}"
+    async with await anyio.open_process(["sh", "-c", script]) as process:
+
+        async def freeze() -> None:
+            assert process.stdin is not None
+            await process.stdin.send(b"\n")
+            await process.wait()
+            await anyio.sleep(SETTLE_S)
+
+        yield freeze
 
 
 async def measure(seconds: float, frozen_s: float, folder: Path) -> tuple[LoopLag, Lags, Lags]:
