@@ -44,7 +44,6 @@ from ledger.verify import VerifiedRow, verify
 from workers.generation.capture import Capture
 from workers.generation.engine import Engine, Generation
 from workers.generation.rendering import ChatRenderer
-from workers.generation.text_bound import TextBound
 
 T = TypeVar("T")
 
@@ -185,7 +184,6 @@ class Prepared:
     weight_version = 7
 
     def __init__(self) -> None:
-        self.bound = TextBound(None)
         self.prompt: list[int] = []
         self.generation = sampled(np.random.default_rng(0), 1)
 

@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -37,9 +36,6 @@ class ByteRenderer:
     """A chat template over bytes: role, text, end of turn. It stands for a `ChatRenderer`."""
 
     stop_token_ids = (END_OF_TURN,)
-
-    def __init__(self) -> None:
-        self.bound = SimpleNamespace(context=0)  # Capture says what it is; nothing is refused by it.
 
     async def render_root(self, messages: Sequence[Message], tools: object = ()) -> list[int]:
         return [*(token for message in messages for token in _turn(message)), ROLES["assistant"]]

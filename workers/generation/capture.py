@@ -66,7 +66,6 @@ class Capture:
         self._plane = plane
         self._sink = TokenSink(plane)
         self._prefixes = _PrefixCache(_CACHED_TOKENS)
-        renderer.bound.context = engine.max_model_len
 
     async def answer(self, request: CallRequest) -> CallReply:
         """Render, generate, stage, parse. Raises HandlerError with the failure kinds of `api.GENERATE`.

@@ -94,6 +94,7 @@ async def serve(spec: api.GenerationSpec, server: RpcServer) -> AsyncGenerator[N
         seed=spec.seed,
         decode=renderer.plain.decode,
     )
+    renderer.bound.context = started.max_model_len
     engine = UpdatingEngine(started, sync.mode, drain_timeout_s=sync.drain_timeout_s)
     try:
         intake = await make_intake(started, engine, sync)

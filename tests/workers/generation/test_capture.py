@@ -276,6 +276,7 @@ async def test_a_prompt_must_leave_room_for_a_token(model_dir: Path) -> None:
 
 async def test_a_prompt_far_too_long_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
     async with rigged(tiny_model(tmp_path, tokenizer=byte_level()), max_model_len=40) as rig:
+        rig.renderer.bound.context = rig.engine.max_model_len
         long = "a" * 2_000_000
         for request in (rig.request(user(long)), msgspec.structs.replace(rig.request(), prompt=long)):
             assert await failure(rig.capture, request) == ("prompt_too_long", "data", False)
